@@ -51,14 +51,14 @@ def test_schedules_that_span_more_steps_than_the_data_has_make_a_note(tmp_path: 
 def test_status_counts_the_steps_that_the_rest_of_the_data_allows():
     # Seven rows, two groups a step: four steps, and three if two groups are filtered.
     state = make_state(num_rows=7, epochs=1, num_steps=99, max_staleness=9)
-    assert (state.most_steps, persistence.status(state, 0.0)["num_steps"]) == (4, 4)
+    assert (persistence.most_steps(state), persistence.status(state, 0.0)["num_steps"]) == (4, 4)
     for accuracies in ((1.0, 0.0), (0.0, 0.0), (0.0, 0.0), (1.0, 0.0)):
         (lease,) = leases(state, 1)
         put(state, group(lease, accuracies=accuracies))
-    assert state.most_steps == 3
+    assert persistence.most_steps(state) == 3
     take(state)
-    assert state.most_steps == 3
+    assert persistence.most_steps(state) == 3
     ack(state)
-    assert state.most_steps == 3
-    assert make_state(num_steps=99).most_steps == 99
-    assert make_state(attached=False).most_steps is None
+    assert persistence.most_steps(state) == 3
+    assert persistence.most_steps(make_state(num_steps=99)) == 99
+    assert persistence.most_steps(make_state(attached=False)) is None

@@ -104,11 +104,11 @@ def _fail_leases(run: Run) -> None:
     """An outage of the tool of the only generator, until a lease of another one is good."""
     run.call(b"sick", messages.Hello("sick", "host", "fake"))
     failure = messages.Failure("reward_error", "ConnectionRefusedError: tool:80", "/tool.py:7", is_transient=True)
-    while run.server._state.outage is None:
+    while run.server._state.retries.outage is None:
         for lease_id in _lease_ids(run, "sick"):
             run.call(b"sick", messages.FailLease("sick", lease_id, failure))
     run.sample(0)
-    assert run.server._state.outage is None
+    assert run.server._state.retries.outage is None
 
 
 def _forge_groups(run: Run) -> None:

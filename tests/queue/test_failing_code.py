@@ -11,8 +11,9 @@ from async_rl.errors import RunStoppedError
 from async_rl.net.codec import encode_group
 from async_rl.queue.client.clients import Returned
 from async_rl.queue.core import diagnosis, generator_requests, learner_requests, persistence
-from async_rl.queue.core.failures import LONGEST_PAUSE_S, TRANSIENT_WAIT_S
+from async_rl.queue.core.failures import LONGEST_PAUSE_S
 from async_rl.queue.core.groups import read_summary
+from async_rl.queue.core.retries import TRANSIENT_WAIT_S
 from async_rl.queue.core.state import QueueState
 from async_rl.queue.messages import FailedRollouts, Failure, NotReady
 from async_rl.records import Lease

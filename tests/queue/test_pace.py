@@ -20,7 +20,7 @@ def others_sample() -> bool:
 
 def end(paces: Paces, name: str, *leases: tuple[int, float]) -> None:
     """A warm generator returns groups of so many tokens after so many seconds."""
-    paces.of(name).warm_at = 0.0
+    paces.pace_of(name).warm_at = 0.0
     for tokens, lease_s in leases:
         paces.ended(name, tokens, 0.0, lease_s, is_returned=True)
 
@@ -77,9 +77,9 @@ def test_after_a_pause_one_lease_shows_whether_it_is_still_slow():
     assert paces.check("slow", WINDOW, 5.0, others_sample)
     assert paces.check("slow", WINDOW, 5.0 + 1599.0, others_sample)
     assert paces.check("slow", WINDOW, 5.0 + 1600.0, others_sample) == ""
-    assert paces.of("slow").is_on_trial
+    assert paces.pace_of("slow").is_on_trial
     end(paces, "slow", (100, 100.0))
-    assert not paces.of("slow").is_on_trial
+    assert not paces.pace_of("slow").is_on_trial
     assert paces.check("slow", WINDOW, 1705.0, others_sample), "slow as before"
     assert paces.check("slow", WINDOW, 1705.0 + 1600.0, others_sample) == ""
     end(paces, "slow", (100, 10.0))
@@ -88,10 +88,10 @@ def test_after_a_pause_one_lease_shows_whether_it_is_still_slow():
 
 def test_leases_of_an_engine_that_warms_up_do_not_count():
     paces = fleet()
-    paces.of("slow").warm_at = None
+    paces.pace_of("slow").warm_at = None
     for ended_at in (100.0, 110.0, 120.0):
         paces.ended("slow", 100, 0.0, ended_at, is_returned=True)
-    assert paces.of("slow").lease_s == 0
+    assert paces.pace_of("slow").lease_s == 0
     paces.ended("slow", 100, 100.0, 200.0, is_returned=True)
     assert "too slow" in paces.check("slow", WINDOW, 200.0, others_sample), "it was granted when the first had ended"
 
@@ -99,8 +99,8 @@ def test_leases_of_an_engine_that_warms_up_do_not_count():
 def test_old_leases_count_less_and_less():
     paces = fleet((100, 100.0))
     end(paces, "slow", *[(100, 10.0)] * 300)
-    assert paces.of("slow").groups < 128
-    assert paces.of("slow").lease_s / paces.of("slow").groups < 10.5
+    assert paces.pace_of("slow").groups < 128
+    assert paces.pace_of("slow").lease_s / paces.pace_of("slow").groups < 10.5
 
 
 def state_with_a_slow_generator() -> QueueState:
@@ -113,7 +113,7 @@ def state_with_a_slow_generator() -> QueueState:
             (lease,) = leases(state, 1, generator=name, now=float(begin))
             returned = group(lease, generator=name, accuracies=(1.0, 1.0))
             assert put(state, returned, now=float(begin + seconds)) == "filtered"
-    state.at(100.0)
+    state.set_clock(100.0)
     return state
 
 

@@ -39,10 +39,10 @@ def stop_reason(state: QueueState) -> str:
 
 def outage_reason(state: QueueState) -> str:
     """Return the reason why the run stops because all leases fail; empty if it goes on."""
-    outage = state.outage
+    outage = state.retries.outage
     if outage is None:
         return ""
-    return outage.diagnosis(state.now, state.settings.max_outage_s, is_proven=state.is_code_proven)
+    return outage.diagnosis(state.now, state.settings.max_outage_s, is_proven=state.retries.is_code_proven)
 
 
 def why_ended(state: QueueState) -> str:
@@ -79,8 +79,8 @@ def notes(state: QueueState) -> dict[str, str]:
 def _failure_notes(state: QueueState) -> dict[str, str]:
     """Return what fails at present, and where rollouts have failed."""
     failed = {f"failed: {place}": failed_line(found) for place, found in state.failed_places.items()}
-    if (outage := state.outage) is not None:
-        return {**failed, "outage": outage.line(state.now, state.settings.max_outage_s)}
+    if (outage := state.retries.outage) is not None:
+        return {**failed, "outage": outage.describe(state.now, state.settings.max_outage_s)}
     quarantined = {entry.generator_id: entry.why_failing(state.now) for entry in state.generators.alive(state.now)}
     return {**failed, **{f"quarantined: {name}": why for name, why in quarantined.items() if why}}
 

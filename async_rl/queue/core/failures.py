@@ -1,30 +1,18 @@
-"""What follows from failed leases: which count against their prompts, who gets no leases, and when the run stops.
+"""What failed, which generators get no leases because theirs fail, and when the run pauses or stops.
 
 A lease fails if the reward, the environment or the engine raises, or if the lease expires although its generator is
 alive. The fault may lie with the prompt, with the generator's machine, with the user's code, or with a tool that is
-away for a while. What succeeded meanwhile tells them apart:
+away for a while. What succeeded meanwhile tells them apart. What a failure means for its prompt is in ``retries``.
 
-- A *prompt* is charged a failed attempt only if its generator began and finished a good group of another prompt since
-  the last attempt that was charged (``counts_against_prompt``), and if the generator is not quarantined then, or by
-  the failures that follow. A group that began earlier does not prove that a tool is there: it may have used the tool
-  before. So neither an outage nor a broken machine excludes a prompt, with two exceptions: the first failure of an
-  outage counts, which excludes the prompt if ``queue.max_attempts`` is 1; and where only prompts are left that failed
-  before, a transient failure counts every ``TRANSIENT_WAIT_S``, so that the last rows can't hold a run up.
 - A *generator* whose last ``MAX_FAILED_IN_A_ROW`` leases failed is quarantined. It gets one lease to try again after
   ``FIRST_PAUSE_S``, and each trial that fails doubles the pause, up to ``LONGEST_PAUSE_S``. A good group ends it.
-- A prompt whose lease failed, was refused, was late or expired goes to *another generator* first, if one samples. It is
-  excluded as too long when this is said for the second time, or by the only generator that samples.
 - If all generators are quarantined in this way, the *run is paused* (``Outage``). The first good group ends the pause
   for all of them. A pause of ``queue.max_outage_s`` stops the run.
 - Before the first good group since the user's code changed, the same failure of all generators is a mistake in the
   code or the config, and stops the run at once. A *transient* failure (``process.transient``: a connection, a
   time-out) does not, because a tool may start later than the run.
 
-Leases of a generator that died put no generator into quarantine, because one of their prompts may have killed it. They
-count against their prompts by the first rule alone.
-
-All times are in seconds of the queue's clock. A restarted queue server knows the attempts, and forgets who is
-quarantined.
+All times are in seconds of the queue's clock.
 """
 
 from __future__ import annotations
@@ -45,10 +33,6 @@ MAX_FAILED_IN_A_ROW = 8
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
 """The first and the longest time between two trials of a quarantined generator."""
-TRANSIENT_WAIT_S = 300.0
-"""Where only prompts are left that failed while others succeeded, a transient failure of one of them counts as a failed
-attempt if the last one that counts is so long ago. Else the last prompt of a data set, whose tool never answers, would
-stop the run."""
 _MAX_TEXT = 400
 """Maximum number of characters of a place and of a detail that are counted, because each commit of the journal writes
 all of them."""
@@ -164,7 +148,7 @@ class Failing:
         """Whether all ``MAX_FAILED_IN_A_ROW`` last leases failed at the same place, and not by a transient failure."""
         return self.num_equal >= MAX_FAILED_IN_A_ROW and self.last is not None and not self.last.is_transient
 
-    def line(self, now: float) -> str:
+    def describe(self, now: float) -> str:
         """Return why the generator is quarantined and when it tries again, as text; empty if it is not."""
         if self.retry_at is None or self.last is None:
             return ""
@@ -190,7 +174,7 @@ class Outage:
     generator_id: str
     is_mistake: bool
 
-    def line(self, now: float, max_s: float) -> str:
+    def describe(self, now: float, max_s: float) -> str:
         """Return what the run waits for, as text."""
         again = max(0.0, self.retry_at - now)
         return (
@@ -222,41 +206,18 @@ def outage_of(failing: Mapping[str, Failing]) -> Outage | None:
 
     ``failing`` has the failures of these generators by id.
     """
-    if not failing or any(one.retry_at is None for one in failing.values()):
+    if not failing or any(failures.retry_at is None for failures in failing.values()):
         return None
     newest = max(failing, key=lambda generator_id: failing[generator_id].since)
     last = failing[newest].last
     assert last is not None
     return Outage(
         since=failing[newest].since,
-        retry_at=min(one.retry_at for one in failing.values() if one.retry_at is not None),
+        retry_at=min(f.retry_at for f in failing.values() if f.retry_at is not None),
         last=last,
         generator_id=newest,
-        is_mistake=all(one.is_mistake for one in failing.values()),
+        is_mistake=all(failures.is_mistake for failures in failing.values()),
     )
-
-
-def counts_against_prompt(
-    attempts: Attempts, failing: Failing, good_since: int, now: float, *, is_transient: bool,
-    only_suspects: bool,
-) -> bool:  # fmt: skip
-    """Return whether a lease that failed or was refused counts as a failed attempt of its prompt.
-
-    It does if its generator is not quarantined and had a good group whose lease was granted since the last attempt that
-    counts, or since the first one. If ``only_suspects``, no other group can be good, so it counts as well; a transient
-    failure only if the last one that counts is ``TRANSIENT_WAIT_S`` ago.
-
-    Args:
-        attempts: the prompt's attempts before this one.
-        failing: the generator's failed leases, this one included if it failed.
-        good_since: ``GeneratorEntry.good_since`` of the generator.
-        is_transient: whether the failure may pass by itself.
-        only_suspects: whether each prompt that is left to sample has a failed attempt that counts or, while the run is
-            paused, any failed attempt.
-    """
-    if failing.retry_at is None and good_since >= attempts.outcome:
-        return True
-    return only_suspects and (not is_transient or now - attempts.failed_at >= TRANSIENT_WAIT_S)
 
 
 class FailedPlace(msgspec.Struct):
@@ -301,9 +262,9 @@ def add_failed(places: dict[str, FailedPlace], failure: Failure, rollouts: int, 
 def failed_line(place: FailedPlace) -> str:
     """Return how many rollouts failed at a place, on which rows, and why, as text."""
     rows = [*(f"row {row} of data.train" for row in place.rows), *place.eval_rows]
-    others = f" and {len(rows) - 1} other row{'s' if len(rows) > 2 else ''}" if rows[1:] else ""
+    further = f" and {len(rows) - 1} other row{'s' if len(rows) > 2 else ''}" if rows[1:] else ""
     return (
-        f"{place.rollouts} rollout{'s' if place.rollouts > 1 else ''} of {rows[0]}{others} failed, and what fails is "
+        f"{place.rollouts} rollout{'s' if place.rollouts > 1 else ''} of {rows[0]}{further} failed, and what fails is "
         f"not trained on: {_WHAT[place.cause]} failed: "
         f"{place.detail[:_SHOWN_DETAIL]}"
     )

@@ -19,9 +19,9 @@ from collections.abc import Mapping, Sequence
 from async_rl.errors import IdInUseError, QueueError
 from async_rl.queue.core import diagnosis
 from async_rl.queue.core.admission import LearnerSide, lease_seed
-from async_rl.queue.core.failures import Attempts, Failing, add_failed, describe, one_line
+from async_rl.queue.core.failures import Attempts, one_line
 from async_rl.queue.core.generators import QUARANTINE_OF, GeneratorEntry, Owner
-from async_rl.queue.core.groups import GroupSummary, StoredGroup, fits_filter, refusal_cause, why_unfit
+from async_rl.queue.core.groups import GroupRecord, GroupSummary, StoredGroup, fits_filter, refusal_cause, why_unfit
 from async_rl.queue.core.learning_signal import flaw_of
 from async_rl.queue.core.leases import ActiveLease
 from async_rl.queue.core.pace import Window
@@ -44,7 +44,7 @@ def claim(state: QueueState, generator_id: str, owner: Owner, now: float) -> Gen
     Raises:
         QueueError: the id belongs to another owner, or there are too many generators.
     """
-    state.at(now)
+    state.set_clock(now)
     entry = state.generators.get(generator_id)
     if entry is not None and entry.owner != owner:
         _check_owner(state, entry, owner, "choose another --id")
@@ -60,7 +60,7 @@ def claim(state: QueueState, generator_id: str, owner: Owner, now: float) -> Gen
 
 def note_seen(state: QueueState, generator_id: str, now: float) -> GeneratorEntry:
     """Return a generator that has sent a message at the time ``now``."""
-    state.at(now)
+    state.set_clock(now)
     return state.generators.seen(generator_id, state.now)
 
 
@@ -99,10 +99,9 @@ def hello(
 
 def lose_generator(state: QueueState, generator_id: str, now: float) -> None:
     """Remove a generator that is dead or disconnected, and expire its leases."""
-    state.at(now)
+    state.set_clock(now)
     for active in [active for active in state.leases if active.generator_id == generator_id]:
-        counts = state.counts_attempt(state.holder_of(active), active, is_transient=False)
-        state.lose_lease(active, "expired", stop_sampling=False, counts=counts)
+        state.lose_lease(active, "expired", stop_sampling=False, counts=state.retries.counts(active))
     state.generators.remove(generator_id)
     state.revision += 1
 
@@ -121,7 +120,7 @@ def lease(state: QueueState, generator_id: str, active: tuple[str, int], max_lea
     failing = entry.failing
     if failing.retry_at is not None:
         if not failing.may_try(state.now, is_trial_open=state.leases.get(failing.trial) is not None):
-            return LeasesGranted((), f"this generator is quarantined: {failing.line(state.now)}")
+            return LeasesGranted((), f"this generator is quarantined: {failing.describe(state.now)}")
         max_leases = min(max_leases, 1)
     learner = state.learner
     if learner is None:
@@ -160,7 +159,7 @@ def may_have_leases(state: QueueState, generator_id: str) -> bool:
     entry = state.generators.get(generator_id)
     if entry is None or entry.quarantined or entry.failing.retry_at is not None:
         return False
-    pace = state.generators.paces.of(generator_id)
+    pace = state.generators.paces.pace_of(generator_id)
     return not pace.why and not pace.is_on_trial
 
 
@@ -218,56 +217,30 @@ def receive(
     if unfit:
         if group.every_rollout_failed:
             failure = failed[0].failure if failed else Failure("environment_error", unfit, unfit)
-            counts = _note_failed(state, entry, active, failure)
+            counts = _note_failed(state, active, failure)
             _lose_returned(state, active, "failed", group.num_tokens, counts=counts)
         else:
-            counts = state.counts_attempt(entry, active, is_transient=False)
-            _lose_returned(state, active, "refused", group.num_tokens, counts=counts)
+            _lose_returned(state, active, "refused", group.num_tokens, counts=state.retries.counts(active))
             _note_refused(state, generator_id, refusal_cause(unfit))
         return "refused", f"group {group.lease_id}: {unfit}"
     num_uncounted = group.num_failed
-    for one in failed[:num_uncounted]:
-        if count := min(one.count, num_uncounted):
-            _count_failed(state, active, one.failure, count)
+    for rollouts in failed[:num_uncounted]:
+        if count := min(rollouts.count, num_uncounted):
+            state.retries.note_failed_rollouts(active, rollouts.failure, count)
             num_uncounted -= count
     if active.evaluation is not None:
         verdict = _receive_answer(state, active, group, payload)
     else:
         verdict = _receive_training(state, learner, active, group, payload)
     entry.note_returned(refused=False)
-    _note_good(state, entry, active)
+    state.retries.note_good(active)
     return verdict, ""
 
 
-def _note_good(state: QueueState, entry: GeneratorEntry, active: ActiveLease) -> None:
-    """Record a good group. It ends the quarantine of its generator, and an outage for all."""
-    if (outage := state.outage) is not None:
-        state.news.append(f"the run goes on after {state.now - outage.since:.0f} s in which every lease failed")
-        for other in state.generators.alive(state.now):
-            other.failing.try_now(state.now)
-    elif entry.failing.retry_at is not None:
-        away_s = state.now - entry.failing.since
-        state.news.append(f"generator {entry.generator_id!r} takes part again, after {away_s:.0f} s of failures")
-    state.num_good, state.num_outcomes = state.num_good + 1, state.num_outcomes + 1
-    entry.good_since = max(entry.good_since, active.since)
-    entry.failing, state.proven_code = Failing(), state.code
-
-
-def _note_failed(state: QueueState, entry: GeneratorEntry, active: ActiveLease, failure: Failure) -> bool:
+def _note_failed(state: QueueState, active: ActiveLease, failure: Failure) -> bool:
     """Record that a lease failed. Return whether the failure counts against its prompt."""
-    _count_failed(state, active, failure, active.lease.group_size)
-    return state.note_failure(entry, active, failure)
-
-
-def _count_failed(state: QueueState, active: ActiveLease, failure: Failure, rollouts: int) -> None:
-    row = active.lease.prompt.row
-    where = f"row {row} of data.train" if active.evaluation is None else f"row {row} of {active.evaluation[0]}"
-    name = row if active.evaluation is None else f"{active.evaluation[0]}:{row}"
-    if add_failed(state.failed_places, failure, rollouts, name):
-        state.news.append(
-            f"on {where} {describe(failure)}. Such rollouts are never trained on; `async-rl status` and ledger.json "
-            f"count them"
-        )
+    state.retries.note_failed_rollouts(active, failure, active.lease.group_size)
+    return state.retries.note_failed_lease(active, failure)
 
 
 def _note_refused(state: QueueState, generator_id: str, cause: str) -> None:
@@ -307,8 +280,7 @@ def quarantine(state: QueueState, generator_id: str, reason: str) -> None:
     state.news.append(state.quarantines[generator_id])
     for oldest in list(state.quarantines)[:-_MAX_QUARANTINES]:
         del state.quarantines[oldest]
-    state.forgive(entry.failing.charged)
-    entry.failing.charged.clear()
+    state.retries.forgive(entry)
     for active in [active for active in state.leases if active.generator_id == generator_id]:
         state.lose_lease(active, "expired", counts=None)
     for group in [group for group in state.queued if group.generator_id == generator_id]:
@@ -343,7 +315,7 @@ def _refuse_foreign(state: QueueState, generator_id: str, lease_id: str) -> str:
 
 def renew(state: QueueState, generator_id: str, lease_ids: Sequence[str], now: float) -> None:
     """Restart the timeout of leases whose groups have arrived, but can't be stored because the disk is full."""
-    state.at(now)
+    state.set_clock(now)
     for lease_id in lease_ids:
         active = state.leases.get(lease_id)
         if active is not None and active.generator_id == generator_id:
@@ -352,7 +324,7 @@ def renew(state: QueueState, generator_id: str, lease_ids: Sequence[str], now: f
 
 def fail(state: QueueState, generator_id: str, lease_id: str, failure: Failure, now: float) -> Verdict:
     """End a lease that a generator returned without a group, because of ``failure``."""
-    entry = note_seen(state, generator_id, now)
+    note_seen(state, generator_id, now)
     active = state.leases.get(lease_id)
     if active is None:
         return "duplicate" if state.leases.status_of(lease_id) is not None else "unknown_lease"
@@ -362,8 +334,7 @@ def fail(state: QueueState, generator_id: str, lease_id: str, failure: Failure, 
     if failure.cause == "prompt_too_long":
         _note_too_long(state, active)
     else:
-        counts = _note_failed(state, entry, active, failure)
-        state.lose_lease(active, "failed", stop_sampling=False, counts=counts)
+        state.lose_lease(active, "failed", stop_sampling=False, counts=_note_failed(state, active, failure))
     return "refused"
 
 
@@ -374,32 +345,35 @@ def _note_too_long(state: QueueState, active: ActiveLease) -> None:
     to another generator, unless nothing else is left for this one. Else one broken generator, with another tokenizer
     for example, could exclude every prompt.
     """
-    attempts = state.attempts_of(*active.key)
+    attempts = state.retries.attempts_at(active)
     is_confirmed = attempts is not None and attempts.too_long_for
-    if is_confirmed or not state.generators.has_another(active.generator_id, state.now):
-        state.refuse_prompt(active)
-        return
-    state.lose_lease(active, "refused", stop_sampling=False, counts=False)
-    attempts = state.attempts_of(*active.key)
-    assert attempts is not None
-    attempts.too_long_for = active.generator_id
+    if not is_confirmed and state.generators.has_another(active.generator_id, state.now):
+        state.lose_lease(active, "refused", stop_sampling=False, counts=False)
+        attempts = state.retries.attempts_at(active)
+        assert attempts is not None
+        attempts.too_long_for = active.generator_id
+    elif active.evaluation is not None:
+        state.lose_lease(active, "refused", stop_sampling=False, requeue=False)
+    else:
+        state.leases.close(active.lease.lease_id, "refused")
+        state.ledger.drop("in_flight", "refused", active.lease.group_size, 0)
+        state.retries.exclude_too_long(active.lease.prompt.position)
+        state.revision += 1
 
 
 def refuse(state: QueueState, generator_id: str, lease_id: str, now: float) -> Verdict:
     """Refuse a returned group whose bytes can't be decoded. Its prompt is sampled again."""
-    state.at(now)
+    state.set_clock(now)
     active = state.leases.get(lease_id)
     if active is not None and active.generator_id == generator_id:
-        entry = state.generators.seen(generator_id, state.now)
-        counts = state.counts_attempt(entry, active, is_transient=False)
-        state.lose_lease(active, "refused", stop_sampling=False, counts=counts)
+        state.lose_lease(active, "refused", stop_sampling=False, counts=state.retries.counts(active))
         _note_refused(state, generator_id, "malformed")
     return "refused"
 
 
 def goodbye(state: QueueState, generator_id: str, now: float) -> None:
     """Remove a generator that shuts down. The prompts of its leases are sampled again."""
-    state.at(now)
+    state.set_clock(now)
     for active in state.leases:
         if active.generator_id == generator_id:
             _give_back(state, active)
@@ -438,11 +412,11 @@ def _grant_evals(
     for evaluation in state.evals.unfinished:
         if not evaluation.todo:
             continue
-        wanted = evaluation.request.min_version
-        if version < wanted:
-            reason = f"the evaluation of {evaluation.progress_line} needs version {wanted}, not {version}"
+        needed = evaluation.request.min_version
+        if version < needed:
+            reason = f"the evaluation of {evaluation.progress_line} needs version {needed}, not {version}"
             announced = learner.announced_version
-            can_activate = announced is not None and announced >= wanted
+            can_activate = announced is not None and announced >= needed
             answer = answer or LeasesGranted((), reason, activate=announced if can_activate else None)
             continue
         while evaluation.todo and len(leases) < max_leases:
@@ -460,7 +434,7 @@ def _grant_training(
         return [], LeasesGranted((), f"all {learner.num_steps} steps are trained")
     if why := _why_too_slow(state, learner, generator_id):
         return [], LeasesGranted((), f"this generator is {why}")
-    if state.generators.paces.of(generator_id).is_on_trial:
+    if state.generators.paces.pace_of(generator_id).is_on_trial:
         max_leases = min(max_leases, 1 - state.leases.num_held[generator_id])
         if max_leases <= 0:
             return [], LeasesGranted((), "this generator was too slow, and has its one lease to show that it is not")
@@ -503,10 +477,7 @@ def _grant_from_stream(
                 (), f"queue.max_bytes = {settings.max_bytes}: {used} bytes are in use or reserved"
             )
         num_passed = state.stream.num_passed
-        position = state.stream.draw(
-            lambda found: state.comes_last(state.attempts.get(found), generator_id),
-            lambda found: state.attempts.get(found, Attempts()).tries,
-        )
+        position = state.retries.draw(generator_id)
         if position is None:
             state.revision += num_passed != state.stream.num_passed
             return leases, LeasesGranted((), "the data has ended (data.epochs)")
@@ -551,15 +522,15 @@ def _issue_training(state: QueueState, learner: LearnerSide, generator_id: str, 
 def _issue_eval(
     state: QueueState, learner: LearnerSide, generator_id: str, version: int, evaluation: Evaluation
 ) -> Lease:
-    wanted = evaluation.request
-    row = evaluation.take_row(lambda found: state.comes_last(wanted.attempts.get(found), generator_id))
+    request = evaluation.request
+    row = state.retries.take_row(evaluation, generator_id)
     lease = build_lease(
         state, evaluation, row, lease_id=_new_id(state, learner, "eval", row), lineage=learner.lineage,
-        min_version=wanted.min_version, attempt=evaluation.attempts(row).failed + 1, version=version,
+        min_version=request.min_version, attempt=evaluation.attempts(row).failed + 1, version=version,
     )  # fmt: skip
     now, since = state.now, state.num_outcomes
     state.leases.add(ActiveLease(lease, generator_id, version, 0, now, now, evaluation=evaluation.key, since=since))
-    state.eval_ledger.issue(wanted.num_samples)
+    state.eval_ledger.issue(request.num_samples)
     return lease
 
 
@@ -662,7 +633,7 @@ def _receive_training(
         state.stream.observe(group.position, min(1.0, max(0.0, accuracy)))
         state.ledger.arrive("filtered", group.num_rollouts, group.num_tokens)
         state.count_outcome("filtered", group)
-        state.forget_prompt(group.position)
+        state.retries.forget(group.position)
         state.filtered_since_step += 1
         assert settings.filter_range is not None
         state.filtered_right_since_step += accuracy >= settings.filter_range[1]
@@ -675,23 +646,24 @@ def _receive_training(
     state.count_outcome("received", group)
     state.ledger.arrive("queued", group.num_rollouts, group.num_tokens)
     announced = learner.announced_version
-    state.add_group(
-        StoredGroup(
-            lease_id=group.lease_id,
-            generator_id=group.generator_id,
-            position=group.position,
-            named_version=active.version,
-            oldest_version=group.oldest_version,
-            newest_version=group.newest_version,
-            bound_version=bound_version,
-            num_rollouts=group.num_rollouts,
-            num_tokens=group.num_tokens,
-            reward=group.reward,
-            accuracy=group.accuracy,
-            arrived_at=state.now,
-            arrival_version=learner.version if announced is None else announced,
-            masked=not is_kept,
-            ref=ref,
-        )
+    stored = StoredGroup(
+        lease_id=group.lease_id,
+        generator_id=group.generator_id,
+        position=group.position,
+        named_version=active.version,
+        oldest_version=group.oldest_version,
+        newest_version=group.newest_version,
+        bound_version=bound_version,
+        num_rollouts=group.num_rollouts,
+        num_tokens=group.num_tokens,
+        reward=group.reward,
+        accuracy=group.accuracy,
+        arrived_at=state.now,
+        arrival_version=learner.version if announced is None else announced,
+        masked=not is_kept,
+        ref=ref,
     )
+    state.queued.add(stored)
+    state.changes.put("group", stored.lease_id, GroupRecord(stored), is_new=True)
+    state.revision += 1
     return "queued"

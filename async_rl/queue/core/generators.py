@@ -134,8 +134,8 @@ class GeneratorEntry:
 
     def why_failing(self, now: float) -> str:
         """Return a sentence if it is quarantined because its leases fail where others succeed; else empty text."""
-        line = self.failing.line(now)
-        return line and f"generator {self.generator_id!r} is quarantined, while others succeed: {line}"
+        why = self.failing.describe(now)
+        return why and f"generator {self.generator_id!r} is quarantined, while others succeed: {why}"
 
     @property
     def causes(self) -> str:
@@ -436,7 +436,7 @@ class GeneratorTable:
                 "alive": self.is_alive(e, now),
                 "stats": msgspec.to_builtins(e.stats),
                 "refused": dict(e.refused),
-                "quarantined": e.quarantined or e.failing.line(now),
+                "quarantined": e.quarantined or e.failing.describe(now),
                 "trouble": e.trouble,
                 "too_slow": self.paces.why(e.generator_id),
                 "foreign_requests": e.num_foreign,

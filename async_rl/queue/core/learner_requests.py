@@ -53,7 +53,7 @@ def attach(
         LineageError: this lineage was already replaced by a newer one.
         QueueError: the snapshot is damaged, or of another step, version or data set.
     """
-    state.at(now)
+    state.set_clock(now)
     if state.learner is not None and lineage == state.learner.lineage:
         return
     if lineage in state.old_lineages:
@@ -241,7 +241,7 @@ def ack(state: QueueState, ack: StepAck, now: float) -> Acked:
     Raises:
         QueueError: the step is not the taken one, the version or bound is out of range, or the counts don't add up.
     """
-    state.at(now)
+    state.set_clock(now)
     learner, settings = state.attached(ack.lineage), state.settings
     if learner.acked is not None and learner.acked[0] == ack.step:
         return Acked(state.stats(), learner.acked[1])
@@ -257,7 +257,7 @@ def ack(state: QueueState, ack: StepAck, now: float) -> Acked:
     state.filtered_since_step = state.filtered_right_since_step = 0
     state.drop_too_old(learner)
     if not learner.steps_left:
-        state.end_training()
+        _end_training(state)
     state.revision += 1
     # An error here stops the run, because the counts of the ledger are wrong.
     state.check_totals()
@@ -276,14 +276,14 @@ def checkpoint_committed(state: QueueState, lineage: str, step: int) -> None:
 
 def finish(state: QueueState, lineage: str, now: float) -> None:
     """End the run: drop the remaining groups as unused, and notify the generators."""
-    state.at(now)
+    state.set_clock(now)
     learner = state.attached(lineage)
     if learner.finished:
         return
     for group in state.set_taken(()):
         state.drop_group(group, "taken", "unused_at_end")
-        state.forget_prompt(group.position)
-    state.end_training()
+        state.retries.forget(group.position)
+    _end_training(state)
     for active in state.leases:
         state.lose_lease(active, "unused_at_end", requeue=False)
     persistence.drop_undelivered(state, "unused_at_end")
@@ -293,10 +293,24 @@ def finish(state: QueueState, lineage: str, now: float) -> None:
 
 def snapshot(state: QueueState, lineage: str, now: float) -> bytes:
     """Return the queue's state as bytes for a checkpoint. Taken groups count as queued."""
-    state.at(now)
+    state.set_clock(now)
     learner = state.attached(lineage)
     state.revision += 1
     return persistence.snapshot(state, learner)
+
+
+def _end_training(state: QueueState) -> None:
+    """Drop all queued groups and training leases as unused, because the last step is done."""
+    for group in state.queued.pop_all():
+        state.drop_group(group, "queued", "unused_at_end")
+        state.retries.forget(group.position)
+    for active in state.leases:
+        if active.evaluation is None:
+            state.retries.forget(active.lease.prompt.position)
+            state.generators.cancel(active)
+            state.leases.close(active.lease.lease_id, "unused_at_end")
+            state.ledger.drop("in_flight", "unused_at_end", active.lease.group_size, 0)
+            state.revision += 1
 
 
 # Helpers of ``take``, ``ack`` and ``eval_results``.
@@ -327,10 +341,19 @@ def _pop_batch(state: QueueState, num_groups: int) -> tuple[tuple[StoredGroup, .
         try:
             payloads.append(state.payloads.read(group.ref))
         except DamagedPayloadError as error:
-            state.drop_damaged(group, error)
+            _drop_damaged(state, group, error)
         else:
             groups.append(group)
     return tuple(groups), payloads
+
+
+def _drop_damaged(state: QueueState, group: StoredGroup, error: DamagedPayloadError) -> None:
+    """Drop a group whose stored bytes are damaged. Its prompt is sampled again, and no failed attempt is counted."""
+    state.ledger.drop("queued", "rolled_back", group.num_rollouts, group.num_tokens)
+    state.stream.requeue(group.position)
+    state.count_outcome("dropped", group)
+    state.forget_group(group)
+    state.note_damage(error)
 
 
 def _read_again(state: QueueState) -> list[Payload]:
@@ -392,8 +415,8 @@ def _why_nobody_samples(state: QueueState) -> str:
     alive = state.generators.alive(state.now)
     if not alive:
         return "no generator is connected"
-    if (outage := state.outage) is not None:
-        return outage.line(state.now, state.settings.max_outage_s)
+    if (outage := state.retries.outage) is not None:
+        return outage.describe(state.now, state.settings.max_outage_s)
     if all(entry.trouble for entry in alive):
         others = f" (problems of other generators: {len(alive) - 1})" if len(alive) > 1 else ""
         return f"generator {alive[0].generator_id} reports: {alive[0].trouble}{others}"
@@ -430,7 +453,7 @@ def _settle(state: QueueState, learner: LearnerSide, counts: TrainedCounts) -> N
         state.ledger.train(len(taken), rollouts, tokens, counts)
     state.set_taken(())
     for group in taken:
-        state.forget_prompt(group.position)
+        state.retries.forget(group.position)
         if counts.stepped:
             state.count_outcome("trained", group)
             state.forget_group(group)

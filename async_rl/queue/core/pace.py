@@ -88,7 +88,7 @@ class Paces:
         # Sums over all, so that a request does not look at every generator.
         self._tokens = self._lease_s = self._groups = self._groups_per_s = 0.0
 
-    def of(self, generator_id: str) -> Pace:
+    def pace_of(self, generator_id: str) -> Pace:
         return self._by_id.setdefault(generator_id, Pace())
 
     def why(self, generator_id: str) -> str:
@@ -103,7 +103,7 @@ class Paces:
 
     def granted(self, generator_id: str, num_held: int) -> None:
         """Record that a generator holds ``num_held`` training leases, after it was granted some."""
-        known = self.of(generator_id)
+        known = self.pace_of(generator_id)
         if num_held > known.most_leases:
             self._add(known, -1)
             known.most_leases = num_held
@@ -111,7 +111,7 @@ class Paces:
 
     def ended(self, generator_id: str, tokens: int, issued_at: float, now: float, *, is_returned: bool) -> None:
         """Record a training lease of ``issued_at`` that has ended, in which ``tokens`` tokens were sampled."""
-        known = self.of(generator_id)
+        known = self.pace_of(generator_id)
         if known.warm_at is None:
             known.warm_at = now
         if issued_at < known.warm_at:
@@ -130,7 +130,7 @@ class Paces:
 
         ``others_sample`` tells whether another generator samples at all. It is called only if this one is slow.
         """
-        known = self.of(generator_id)
+        known = self.pace_of(generator_id)
         if known.trial_at is not None and now >= known.trial_at:
             self._add(known, -1)
             known.forget()

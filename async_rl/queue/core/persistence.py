@@ -11,6 +11,7 @@ order of the stream. Only the ledger keeps the lost amounts, as ``rolled_back``.
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
@@ -374,12 +375,12 @@ def ledger_file(state: QueueState) -> dict[str, Any]:
 
 def status(state: QueueState, now: float) -> dict[str, Any]:
     """Return the full status of the queue at the time ``now``, as plain data for people."""
-    state.at(now)
+    state.set_clock(now)
     learner = state.learner
     announced = learner.announcement if learner else None
     return {
         **{name: getattr(learner, name, None) for name in LEARNER_STATUS},
-        "num_steps": state.most_steps,
+        "num_steps": most_steps(state),
         "finished": bool(learner and learner.finished),
         "announced": {name: getattr(announced, name) for name in _ANNOUNCED} if announced else None,
         "run_ahead": state.run_ahead.metrics(state.now),
@@ -406,6 +407,19 @@ def status(state: QueueState, now: float) -> dict[str, Any]:
         "group_notes": diagnosis.notes(state),
         "ledger": state.ledger_dict(),
     }
+
+
+def most_steps(state: QueueState) -> int | None:
+    """Return the number of steps that the run makes at most; None without a learner.
+
+    It is ``learner.steps``, or less if the data ends before.
+    """
+    learner, groups = state.learner, state.ledger.groups
+    if learner is None:
+        return None
+    left = groups.queued + groups.in_flight + state.stream.most_prompts_left
+    steps = learner.step + bool(state.taken) + left / state.settings.groups_per_step
+    return learner.num_steps if steps >= learner.num_steps else math.ceil(steps)
 
 
 def excluded(state: QueueState) -> list[dict[str, Any]]:

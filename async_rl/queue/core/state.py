@@ -7,7 +7,6 @@ process, ``PersistedState``.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -19,21 +18,19 @@ from async_rl.errors import DamagedPayloadError, LineageError, QueueError
 from async_rl.queue.core import ledger as ledgers
 from async_rl.queue.core.admission import LearnerSide, QueueSettings
 from async_rl.queue.core.curriculum import rows_by_source
-from async_rl.queue.core.failures import Attempts, FailedPlace, Outage, counts_against_prompt, failures_dict
-from async_rl.queue.core.generators import GeneratorEntry, GeneratorTable
+from async_rl.queue.core.failures import failures_dict
+from async_rl.queue.core.generators import GeneratorTable
 from async_rl.queue.core.groups import GroupRecord, ReadyGroups, SnapshotRefs, StoredGroup
 from async_rl.queue.core.learning_signal import SignalWatch
 from async_rl.queue.core.leases import ActiveLease, LeaseTable
 from async_rl.queue.core.ledger import Ledger, Outcomes
-from async_rl.queue.core.prompts import Answer, EvalBook, EvalKey, PromptStream, Row, StreamCursor
+from async_rl.queue.core.prompts import EvalBook, EvalKey, PromptStream, Row, StreamCursor
+from async_rl.queue.core.retries import PersistedAttempts, Retries
 from async_rl.queue.core.run_ahead import RunAhead
 from async_rl.queue.messages import DropCause, Failure, QueueStats
 from async_rl.queue.storage.journal import Changes
 from async_rl.queue.storage.payloads import MemoryPayloads, PayloadStore
 from async_rl.records import Prompt
-
-_NAMED = 100
-"""Maximum number of excluded prompts that are listed. All excluded prompts are counted."""
 
 
 class _Counted(Protocol):
@@ -50,57 +47,36 @@ class _Counted(Protocol):
 
 
 @dataclass(slots=True, kw_only=True)
-class PersistedState:
+class PersistedState(PersistedAttempts):
     """The part of the queue's state that outlives the server process. Journal and snapshots have all these fields.
 
     Attributes:
-        now: the queue's clock, in seconds.
         data_digest: a digest of the training rows. A snapshot made with other rows is not restored.
         learner: the attached learner; None before the first.
         old_lineages: the learners that no longer own the queue.
         cursor: the place in the stream of prompts.
-        attempts: failed and late attempts by prompt position.
-        excluded: the number of excluded prompts by epoch.
-        last_excluded: the positions that were excluded last, each with the cause.
         filtered_since_step: the number of groups filtered since the learner's last step.
         filtered_right_since_step: the number of those whose accuracy was at or above the filter's upper end.
-        prompts_too_long: the number of prompts that were excluded as too long.
         ledger: the counts of training groups, rollouts and tokens.
         eval_ledger: the same counts for evaluations.
         outcomes: sums over groups by how they ended.
         received_evals: the evaluations whose answers the learner has received.
         num_damaged: the number of groups whose stored bytes were damaged.
-        num_good: the number of good groups, of training and evaluations.
-        num_outcomes: the number of good groups and of failed attempts, of training and evaluations. It orders them and
-            the grants of leases.
-        code: the digest of the user's code that the learner told.
-        proven_code: the digest of the code with which the last good group was scored; None if there is none.
-        failed_places: the rollouts that failed, by the place of the failure.
         signal: counts the groups that train nothing.
         quarantines: the generators that were quarantined last, each with a sentence that says why.
     """
 
-    now: float = 0.0
     data_digest: str = ""
     learner: LearnerSide | None = None
     old_lineages: set[str] = field(default_factory=set)
     cursor: StreamCursor = field(default_factory=StreamCursor)
-    attempts: dict[int, Attempts] = field(default_factory=dict)
-    excluded: Counter[int] = field(default_factory=Counter)
-    last_excluded: dict[int, str] = field(default_factory=dict)
     filtered_since_step: int = 0
     filtered_right_since_step: int = 0
-    prompts_too_long: int = 0
     ledger: Ledger = field(default_factory=Ledger)
     eval_ledger: Ledger = field(default_factory=lambda: Ledger("delivered"))
     outcomes: Outcomes = field(default_factory=Outcomes)
     received_evals: set[EvalKey] = field(default_factory=set)
     num_damaged: int = 0
-    num_good: int = 0
-    num_outcomes: int = 0
-    code: str = ""
-    proven_code: str | None = None
-    failed_places: dict[str, FailedPlace] = field(default_factory=dict)
     signal: SignalWatch = field(default_factory=SignalWatch)
     quarantines: dict[str, str] = field(default_factory=dict)
 
@@ -136,6 +112,7 @@ class QueueState(PersistedState):
     leases: LeaseTable = field(init=False)
     generators: GeneratorTable = field(init=False)
     evals: EvalBook = field(init=False)
+    retries: Retries = field(init=False)
     snapshot_refs: SnapshotRefs = field(init=False)
     queued: ReadyGroups = field(default_factory=ReadyGroups)
     taken: tuple[StoredGroup, ...] = ()
@@ -162,6 +139,7 @@ class QueueState(PersistedState):
         self.leases = LeaseTable(self.settings.lease_timeout_s, self.changes)
         self.generators = GeneratorTable(self.settings.generator_timeout_s, self.changes)
         self.evals = EvalBook(self.changes, self.payloads)
+        self.retries = Retries(self, self.settings, self.stream, self.leases, self.generators, self.evals, self.news)
         self.run_ahead = RunAhead(self.settings.run_ahead, self.settings.groups_per_step)
         self.snapshot_refs = SnapshotRefs(self.changes)
 
@@ -179,7 +157,7 @@ class QueueState(PersistedState):
             self.learner.taken_ids = tuple(group.lease_id for group in groups)
         return before
 
-    def at(self, now: float) -> None:
+    def set_clock(self, now: float) -> None:
         """Set the queue's clock to the time ``now`` of the caller's clock. The queue's clock never runs backwards.
 
         The queue's clock outlives processes, and is ``clock_ahead_s`` ahead of the caller's.
@@ -191,11 +169,11 @@ class QueueState(PersistedState):
 
         Under ``on_stale = "wait"``, also end the wait of a batch that has waited for ``queue.wait_s``.
         """
-        self.at(now)
+        self.set_clock(now)
         self._stop_waiting()
         expired = self.leases.expired(self.now)
         for active in expired:
-            self._lose_expired(active)
+            self.lose_lease(active, "expired", counts=self._counts_expired(active))
         self.revision += self.generators.forget_silent(self.now)
         # The requests of generators that may try a lease now are waiting for a change.
         self.revision += self.generators.due_trials(self.now)
@@ -251,70 +229,21 @@ class QueueState(PersistedState):
         """Whether the data has ended: no prompt is left to sample, and no training lease is in flight."""
         return self.stream.exhausted and not self.leases.num_training
 
-    @property
-    def most_steps(self) -> int | None:
-        """The number of steps that the run makes at most: ``learner.steps``, or fewer if the data ends before. None
-        without a learner.
-        """
-        learner, groups = self.learner, self.ledger.groups
-        if learner is None:
-            return None
-        left = groups.queued + groups.in_flight + self.stream.most_prompts_left
-        steps = learner.step + bool(self.taken) + left / self.settings.groups_per_step
-        return learner.num_steps if steps >= learner.num_steps else math.ceil(steps)
-
     def prompt(self, position: int) -> Prompt:
-        row, epoch = self.stream.locate(position)
-        found = self.rows[row]
-        return Prompt(position, row, epoch, found.messages, found.reward_data, found.source)
+        index, epoch = self.stream.locate(position)
+        row = self.rows[index]
+        return Prompt(position, index, epoch, row.messages, row.reward_data, row.source)
 
-    def note_failure(self, entry: GeneratorEntry, active: ActiveLease, failure: Failure) -> bool:
-        """Record that a lease of the generator failed. Return whether the failure counts against its prompt."""
-        had_outage, only_suspects = self.outage is not None, self.has_only_suspects(active)
-        if entry.failing.add(failure, active.lease.lease_id, self.now):
-            self.generators.note_failing(entry.generator_id)
-            outage, max_s = self.outage, self.settings.max_outage_s
-            if outage is not None and not had_outage:
-                self.news.append(outage.line(self.now, max_s))
-            elif not had_outage:
-                self.news.append(entry.why_failing(self.now))
-            if not only_suspects:
-                self.forgive(entry.failing.charged)
-            entry.failing.charged.clear()
-        self.revision += 1
-        return self.counts_attempt(entry, active, is_transient=failure.is_transient, only_suspects=only_suspects)
+    def _counts_expired(self, active: ActiveLease) -> bool:
+        """Return whether a lease without progress counts against its prompt, which may have killed its generator.
 
-    def counts_attempt(
-        self, entry: GeneratorEntry, active: ActiveLease, *, is_transient: bool, only_suspects: bool | None = None
-    ) -> bool:
-        """Return whether a lease that gave no group counts against its prompt. Remember the prompt if it does.
-
-        ``only_suspects`` is as for ``counts_against_prompt``, and is found out if it is None.
+        If the generator is alive, the lease has failed.
         """
-        if only_suspects is None:
-            only_suspects = self.has_only_suspects(active)
-        counts = counts_against_prompt(
-            self.attempts_of(*active.key) or Attempts(), entry.failing, entry.good_since, self.now,
-            is_transient=is_transient, only_suspects=only_suspects,
-        )  # fmt: skip
-        if counts and entry.failing.retry_at is None:
-            entry.failing.charged.append(active.key)
-        return counts
-
-    def holder_of(self, active: ActiveLease) -> GeneratorEntry:
-        """Return the generator that has a lease. One that was forgotten after a long silence has no good groups."""
-        return self.generators.get(active.generator_id) or GeneratorEntry(active.generator_id, seen_at=-math.inf)
-
-    def _lose_expired(self, active: ActiveLease) -> None:
-        """End a lease without progress. A generator that is alive has failed; one that is dead may have been killed."""
-        entry = self.holder_of(active)
-        if self.generators.is_alive(entry, self.now):
-            detail = f"a lease showed no progress for {self.leases.timeout_s:g} s (queue.lease_timeout_s)"
-            failure = Failure("no_progress", detail, detail, is_transient=True)
-            counts = self.note_failure(entry, active, failure)
-        else:
-            counts = self.counts_attempt(entry, active, is_transient=False)
-        self.lose_lease(active, "expired", counts=counts)
+        entry = self.generators.get(active.generator_id)
+        if entry is None or not self.generators.is_alive(entry, self.now):
+            return self.retries.counts(active)
+        detail = f"a lease showed no progress for {self.leases.timeout_s:g} s (queue.lease_timeout_s)"
+        return self.retries.note_failed_lease(active, Failure("no_progress", detail, detail, is_transient=True))
 
     def lose_lease(
         self,
@@ -333,54 +262,30 @@ class QueueState(PersistedState):
             tokens: the number of tokens that the generator returned anyway.
             stop_sampling: whether to notify the generator that it must stop.
             requeue: False gives up the row of an evaluation at once.
-            counts: whether it counts as a failed attempt of the prompt (``failures.counts_against_prompt``). None if it
+            counts: whether it counts as a failed attempt of the prompt (``Retries.counts``). None if it
                 was no attempt, because it ends for a reason outside of the lease.
         """
-        rollouts = active.lease.group_size
-        name = active.generator_id
+        rollouts, prompt, name = active.lease.group_size, active.lease.prompt, active.generator_id
         if stop_sampling:
             self.generators.cancel(active)
         if active.evaluation is not None:
             evaluation = self.evals.get(active.evaluation)
-            if evaluation is not None:
-                self._note_failed(evaluation.attempts(active.lease.prompt.row), cause, name, counts=counts)
-            given_up = evaluation is not None and evaluation.lose(
-                active.lease.prompt.row, max_attempts=self.settings.max_attempts, requeue=requeue
+            is_given_up = evaluation is not None and self.retries.lose_row(
+                evaluation, prompt.row, cause, name, counts=counts, requeue=requeue
             )
-            if evaluation is not None:
-                self.evals.note(evaluation)
-                if given_up:
-                    self.evals.answer(evaluation, active.lease.prompt.row, Answer(None))
-            final: DropCause = "poison" if given_up and requeue else cause
+            final: DropCause = "poison" if is_given_up and requeue else cause
             self.leases.close(active.lease.lease_id, final)
             self.eval_ledger.drop("in_flight", final, rollouts, tokens)
         else:
             if cause in ("cancelled", "stale"):
                 self.generators.note_pace(active, tokens, self.now, is_returned=cause == "stale")
-            final = self._requeue_or_exclude(active.lease.prompt.position, cause, name, counts=counts)
+            final = self.retries.lose_prompt(prompt.position, cause, name, counts=counts)
             self.leases.close(active.lease.lease_id, final)
             self.ledger.drop("in_flight", final, rollouts, tokens)
             if cause == "cancelled":
                 # Its answers are at least as long as in the last heartbeat. Their reward is unknown.
                 counted = active.counted_progress
                 self.outcomes.add("cancelled", rollouts=rollouts, tokens=counted, reward=0.0, accuracy=0.0)
-        self.revision += 1
-
-    def refuse_prompt(self, active: ActiveLease) -> None:
-        """End a lease whose prompt is too long, and exclude the prompt."""
-        if active.evaluation is not None:
-            self.lose_lease(active, "refused", stop_sampling=False, requeue=False)
-            return
-        self.leases.close(active.lease.lease_id, "refused")
-        self.ledger.drop("in_flight", "refused", active.lease.group_size, 0)
-        self.prompts_too_long += 1
-        self._exclude(active.lease.prompt.position, "too_long")
-        self.revision += 1
-
-    def add_group(self, group: StoredGroup) -> None:
-        """Add a group to those that are ready to be taken, and to the journal."""
-        self.queued.add(group)
-        self.changes.put("group", group.lease_id, GroupRecord(group), is_new=True)
         self.revision += 1
 
     def drop_group(
@@ -394,24 +299,13 @@ class QueueState(PersistedState):
         """
         final = cause
         if requeue and counts:
-            final = self._requeue_or_exclude(group.position, cause, group.generator_id)
+            final = self.retries.lose_prompt(group.position, cause, group.generator_id)
         elif requeue:
             self.stream.requeue(group.position)
         self.ledger.drop(source, final, group.num_rollouts, group.num_tokens)
         self.count_outcome("dropped", group)
         self.forget_group(group)
         self.revision += 1
-
-    def drop_damaged(self, group: StoredGroup, error: DamagedPayloadError) -> None:
-        """Drop a group whose stored bytes are damaged. The caller has removed it from the ready groups.
-
-        Its prompt is sampled again, and no failed attempt is counted.
-        """
-        self.ledger.drop("queued", "rolled_back", group.num_rollouts, group.num_tokens)
-        self.stream.requeue(group.position)
-        self.count_outcome("dropped", group)
-        self.forget_group(group)
-        self.note_damage(error)
 
     def note_damage(self, error: DamagedPayloadError) -> None:
         """Count a group whose stored bytes are damaged, under the file in ``error``."""
@@ -473,73 +367,6 @@ class QueueState(PersistedState):
         if self.settings.on_stale != "mask":
             for active in self.leases.training_older_than(self.settings.oldest_after_step(learner.version)):
                 self.lose_lease(active, "cancelled")
-
-    def end_training(self) -> None:
-        """Drop all queued groups and training leases as unused, because the last step is done."""
-        for group in self.queued.pop_all():
-            self.drop_group(group, "queued", "unused_at_end")
-            self.forget_prompt(group.position)
-        for active in self.leases:
-            if active.evaluation is None:
-                self.forget_prompt(active.lease.prompt.position)
-                self.generators.cancel(active)
-                self.leases.close(active.lease.lease_id, "unused_at_end")
-                self.ledger.drop("in_flight", "unused_at_end", active.lease.group_size, 0)
-                self.revision += 1
-
-    @property
-    def outage(self) -> Outage | None:
-        """The outage because of which the run is paused; None if there is none."""
-        return self.generators.outage(self.now)
-
-    @property
-    def is_code_proven(self) -> bool:
-        """Whether a group was good since the user's code changed."""
-        return self.proven_code == self.code
-
-    def comes_last(self, attempts: Attempts | None, generator_id: str) -> bool:
-        """Return whether a generator gets a prompt with these attempts only if no other prompt is left.
-
-        That is so if no group was good since the prompt failed, or if its last attempt was by this generator, and
-        another one may take it.
-        """
-        if attempts is None:
-            return False
-        is_own = attempts.by == generator_id and self.generators.has_another(generator_id, self.now)
-        return is_own or attempts.num_good == self.num_good
-
-    def attempts_of(self, evaluation: EvalKey | None, number: int) -> Attempts | None:
-        """Return the attempts of the prompt at a position, or of a row of an evaluation. None: it has none yet."""
-        if evaluation is None:
-            return self.attempts.get(number)
-        found = self.evals.get(evaluation)
-        return None if found is None else found.request.attempts.get(number)
-
-    def forgive(self, charged: Iterable[tuple[EvalKey | None, int]]) -> None:
-        """Take back one failed attempt of each of these prompts: their generator failed with all others, too."""
-        for evaluation, number in charged:
-            attempts = self.attempts_of(evaluation, number)
-            if attempts is not None and attempts.failed:
-                attempts.failed -= 1
-
-    def has_only_suspects(self, active: ActiveLease) -> bool:
-        """Return whether each prompt of this lease's kind that is left to sample has a failed attempt that counts.
-
-        While the run is paused, and if the code is proven, a failed attempt that does not count is enough: after a
-        restart no generator has succeeded, and none can if only prompts are left that raise.
-        """
-        if active.evaluation is None and not self.stream.is_at_end:
-            return False
-        leases = [one.lease.prompt for one in self.leases if one.evaluation == active.evaluation]
-        if active.evaluation is not None:
-            evaluation = self.evals.get(active.evaluation)
-            if evaluation is None:
-                return False
-            attempts, left = evaluation.request.attempts, [*evaluation.todo, *(prompt.row for prompt in leases)]
-        else:
-            attempts, left = self.attempts, [*self.cursor.requeued, *(prompt.position for prompt in leases)]
-        is_paused = self.is_code_proven and self.outage is not None
-        return all(one in attempts and (attempts[one].failed or (is_paused and attempts[one].tries)) for one in left)
 
     def stats(self) -> QueueStats:
         """Return statistics of the queue at the time of its clock."""
@@ -641,48 +468,6 @@ class QueueState(PersistedState):
         self.cancel_left_behind(self.learner)
         # Leases granted after the batch was complete are new enough, so the next take does not wait again.
         self.waits_since = None
-
-    def forget_prompt(self, position: int) -> None:
-        """Forget the attempts and the place of a prompt that has ended and was not excluded."""
-        self.attempts.pop(position, None)
-        self.stream.curriculum.close_place(position)
-
-    def _note_failed(self, attempts: Attempts, cause: DropCause, generator_id: str, *, counts: bool | None) -> None:
-        attempts.by = generator_id
-        if cause in ("failed", "refused", "expired") and counts is not None:
-            self.num_outcomes += 1
-            attempts.note(self.num_good, self.num_outcomes, self.now, counts=counts)
-        elif counts:
-            attempts.failed, attempts.failed_at = attempts.failed + 1, self.now
-
-    def _requeue_or_exclude(
-        self, position: int, cause: DropCause, generator_id: str, *, counts: bool | None = True
-    ) -> DropCause:
-        """Requeue a prompt, or exclude it if it has no attempt left. ``counts`` as for ``lose_lease``.
-
-        Return the cause under which to count its group. ``generator_id`` made the attempt.
-        """
-        attempts = self.attempts.setdefault(position, Attempts())
-        if cause in ("stale", "cancelled"):
-            attempts.stale, attempts.by = attempts.stale + 1, generator_id
-            final: DropCause = "too_slow" if attempts.stale >= self.settings.max_attempts else cause
-        else:
-            self._note_failed(attempts, cause, generator_id, counts=counts)
-            final = "poison" if attempts.failed >= self.settings.max_attempts else cause
-        if final == cause:
-            self.stream.requeue(position)
-        else:
-            self._exclude(position, final)
-        return final
-
-    def _exclude(self, position: int, cause: str) -> None:
-        self.attempts.pop(position, None)
-        self.excluded[position // self.stream.num_rows] += 1
-        self.last_excluded[position] = cause
-        while len(self.last_excluded) > _NAMED:
-            oldest = next(iter(self.last_excluded))
-            del self.last_excluded[oldest]
-            self.stream.curriculum.close_place(oldest)
 
 
 def _compare(totals: Mapping[str, tuple[int, int]]) -> None:

@@ -563,7 +563,7 @@ class QueueServer:
                 )
 
     def _why_end(self, now: float) -> str:
-        self._state.at(now)
+        self._state.set_clock(now)
         # A generator that knows of the end has left.
         unaware = self._state.generators.alive_clients(self._state.now)
         return self._lifetime.reason_to_end(self._state, unaware, now, learner_left=self._handlers.learner_gone)

@@ -74,7 +74,7 @@ def test_a_fork_that_trains_nothing_is_no_success(run: Run, tmp_path: Path):
 
     # Its checkpoint has version 2, which its parent has trained.
     fork = forked(run, tmp_path / "fork", digest="of other rows", data={"train": "other.jsonl", "epochs": 1})
-    fork.queue_state.stream = PromptStream(100, seed=0, shuffle=False, epochs=1)
+    PromptStream.__init__(fork.queue_state.stream, 100, seed=0, shuffle=False, epochs=1)
     fork.queue_state.stream.cursor = fork.queue_state.cursor
     with pytest.raises(RunStoppedError, match=r"this run has trained nothing: .* prompts: 100 filtered"):
         fork.start(answer=wrong)

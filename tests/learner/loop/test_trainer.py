@@ -289,7 +289,7 @@ def test_data_that_ended_goes_on_with_more_epochs(tmp_path: Path):
     assert run.start().exhausted
     assert run.steps == [1, 2]
     retune(run, data={"epochs": 2})
-    run.queue_state.stream = PromptStream(4, seed=0, shuffle=False, epochs=2)
+    PromptStream.__init__(run.queue_state.stream, 4, seed=0, shuffle=False, epochs=2)
     assert run.start().exhausted
     assert run.steps == [1, 2, 3, 4]
 
