@@ -14,11 +14,11 @@ from tempfile import TemporaryDirectory
 from async_rl.config.loading import parse_config
 from async_rl.data.dataset import Row
 from async_rl.net.codec import encode_group
-from async_rl.queue.core import generator_requests, learner_requests, persistence
+from async_rl.queue.core import generator_requests, learner_requests
 from async_rl.queue.core.admission import QueueSettings
 from async_rl.queue.core.groups import read_summary
 from async_rl.queue.core.prompts import PromptStream
-from async_rl.queue.core.state import QueueState
+from async_rl.queue.core.state import QueueState, encode_state
 from async_rl.queue.messages import Announcement, NotReady, StepAck, TrainedCounts
 from async_rl.queue.storage.journal import Changes, Journal
 from async_rl.records import Sampling
@@ -41,7 +41,7 @@ class _Queue:
     version: int = 0
 
     def commit(self) -> None:
-        self.journal.commit(self.changes.drain(), {"queue": persistence.save(self.state)})
+        self.journal.commit(self.changes.drain(), {"queue": encode_state(self.state)})
 
     def announce(self) -> None:
         learner_requests.announce(self.state, Announcement(_LINEAGE, self.version, DIGEST, "tcp://127.0.0.1:1"))

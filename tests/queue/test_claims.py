@@ -16,7 +16,7 @@ from async_rl.queue import messages
 from async_rl.queue.core import diagnosis, generator_requests, learner_requests, persistence
 from async_rl.queue.core.generators import QUARANTINE_OF
 from async_rl.queue.core.groups import read_summary
-from async_rl.queue.core.state import QueueState
+from async_rl.queue.core.state import QueueState, stop_reason
 from async_rl.queue.messages import NotReady, Verdict
 from async_rl.records import Group, Lease, Span, TokenSequence, Turn
 from async_rl.routes import RoutingShape
@@ -161,7 +161,7 @@ def test_a_generator_whose_groups_are_refused_too_often_is_quarantined_and_the_r
     state = small_vocabulary(max_attempts=50, max_staleness=99)
     for _ in range(11):
         assert isinstance(learner_requests.take(state, LINEAGE, 0, 0, 0.0), NotReady)
-        assert not diagnosis.stop_reason(state)
+        assert not stop_reason(state)
         first, *_ = leases(state, 2)
         assert give(state, forged("a negative token", first))[0] == "refused"
     granted = generator_requests.lease(state, "g0", (LINEAGE, 0), 1, 0.0)
@@ -174,7 +174,7 @@ def test_a_generator_whose_groups_are_refused_too_often_is_quarantined_and_the_r
     assert "g0: 11 of its last 100 groups were refused (token ids: 11)" in answer.stop
     # Another generator goes on.
     assert leases(state, 1, generator="g1")
-    assert not diagnosis.stop_reason(state)
+    assert not stop_reason(state)
     state.check()
 
 
@@ -270,9 +270,9 @@ def test_a_generator_that_starts_again_has_its_leases_again():
     state = make_state()
     leases(state, 1)
     generator_requests.quarantine(state, "g0", "an older engine")
-    assert "every generator is quarantined: g0: an older engine" in diagnosis.stop_reason(state)
+    assert "every generator is quarantined: g0: an older engine" in stop_reason(state)
     generator_requests.hello(state, "g0", "host", "fake", 1.0)
-    assert diagnosis.stop_reason(state) == ""
+    assert stop_reason(state) == ""
     assert len(leases(state, 1)) == 1
 
 

@@ -12,9 +12,8 @@ from async_rl.net.wire import pack_plain
 from async_rl.queue.core import generator_requests, learner_requests, persistence
 from async_rl.queue.core.groups import GroupRecord, GroupSummary, StoredGroup
 from async_rl.queue.core.leases import ActiveLease, LeaseTable
-from async_rl.queue.core.persistence import decode_state
 from async_rl.queue.core.prompts import PromptStream
-from async_rl.queue.core.state import QueueState
+from async_rl.queue.core.state import QueueState, decode_state, encode_state
 from async_rl.queue.messages import GeneratorStats, NotReady, StepAck, TrainedCounts
 from async_rl.queue.storage.journal import Changes, Kind
 from async_rl.queue.storage.payloads import MemoryPayloads
@@ -39,7 +38,7 @@ def put(state: QueueState, lease: Lease, version: int) -> None:
 def make_full_queue(num_queued: int, on_stale: str) -> QueueState:
     """Loaded as after a restart. Bound and bytes leave room for all that is queued and one step more."""
     plain: dict[str, Any] = {"max_staleness": num_queued // 2 + 1, "max_bytes": 1 << 50, "on_stale": on_stale}
-    saved, payloads = decode_state(persistence.save(make_state(num_steps=NUM_MANY, **plain))), MemoryPayloads()
+    saved, payloads = decode_state(encode_state(make_state(num_steps=NUM_MANY, **plain))), MemoryPayloads()
     saved.cursor.position = num_queued
     # 2 rollouts a group, 3 tokens a rollout.
     ledger = saved.ledger

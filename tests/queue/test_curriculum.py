@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from async_rl.config.data import CurriculumConfig
 from async_rl.queue.core import learner_requests
-from async_rl.queue.core.curriculum import Curriculum, PassRate, Place, chance, rows_by_source
-from async_rl.queue.core.prompts import PromptStream
+from async_rl.queue.core.prompts import Curriculum, PassRate, Place, PromptStream, chance, rows_by_source
 from async_rl.queue.core.state import QueueState
 from tests.examples import examples
 from tests.queue.builders import LINEAGE, announce, group, leases, put, rows, settings

@@ -14,7 +14,7 @@ from async_rl.queue.core import diagnosis, generator_requests, learner_requests,
 from async_rl.queue.core.failures import LONGEST_PAUSE_S
 from async_rl.queue.core.groups import read_summary
 from async_rl.queue.core.retries import TRANSIENT_WAIT_S
-from async_rl.queue.core.state import QueueState
+from async_rl.queue.core.state import QueueState, encode_state, stop_reason
 from async_rl.queue.messages import FailedRollouts, Failure, NotReady
 from async_rl.records import Lease
 from tests.queue.builders import (
@@ -266,7 +266,7 @@ def test_a_generator_that_fails_where_others_succeed_is_quarantined_and_taken_ba
     state = wide_state()
     succeed(state, generator="good")
     fail_many(state, 8, generator="bad", **DOWN)
-    assert diagnosis.stop_reason(state) == ""
+    assert stop_reason(state) == ""
     assert "the run is paused" not in awaited(state)
     shown = {entry["id"]: entry["quarantined"] for entry in persistence.status(state, 0.0)["generators"]}
     assert shown["good"] == ""
@@ -497,11 +497,11 @@ def test_single_failed_rollouts_of_a_good_group_are_counted_too():
 def test_long_texts_about_failures_do_not_fill_the_journal():
     # Each commit writes what is known of all places.
     state = wide_state(max_attempts=99)
-    before = len(persistence.save(state))
+    before = len(encode_state(state))
     for number in range(30):
         fail(state, one_lease(state), place=f"{number:02}".ljust(2000, "p"), detail="d" * 2000)
         succeed(state)
-    assert len(persistence.save(state)) - before < 30_000
+    assert len(encode_state(state)) - before < 30_000
 
 
 def test_of_more_than_twenty_places_the_rest_are_counted_together():

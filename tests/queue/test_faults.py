@@ -13,10 +13,10 @@ import pytest
 
 from async_rl.errors import QueueError, StorageError
 from async_rl.queue import messages
+from async_rl.queue.core.evaluations import EvalBook
 from async_rl.queue.core.groups import ReadyGroups
 from async_rl.queue.core.leases import LeaseTable
 from async_rl.queue.core.ledger import Ledger
-from async_rl.queue.core.prompts import EvalBook
 from async_rl.queue.storage.journal import Changes
 from tests.examples import some
 from tests.queue.direct import LINEAGE, NUM_STEPS, Faults, FaultyIndex, Run

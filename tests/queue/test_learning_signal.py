@@ -9,7 +9,7 @@ import pytest
 from msgspec import structs
 
 from async_rl.queue.core import diagnosis, persistence
-from async_rl.queue.core.state import QueueState
+from async_rl.queue.core.state import QueueState, decode_state, encode_state
 from async_rl.queue.messages import NotReady
 from async_rl.records import Turn, cut_limit
 from tests.queue.builders import ack, all_trained, dropped, group, leases, make_state, positions, put, take
@@ -208,7 +208,7 @@ def test_later_answers_that_are_nearly_all_wrong_are_no_matter_of_the_beginning(
 def test_notes_survive_the_queue_and_go_back_with_a_snapshot():
     state = a_state()
     arrive(state, 8, WRONG)
-    saved = persistence.decode_state(persistence.save(state))
+    saved = decode_state(encode_state(state))
     assert saved.signal == state.signal
     assert saved.signal.notes == diagnosis.notes(state)
 

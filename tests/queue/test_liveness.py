@@ -8,7 +8,7 @@ import pytest
 from async_rl.config.queue import OnStale
 from async_rl.queue.core import generator_requests, learner_requests
 from async_rl.queue.core.generators import TROUBLE_LOG_S
-from async_rl.queue.core.run_ahead import RunAhead
+from async_rl.queue.core.pace import RunAhead
 from async_rl.queue.messages import DOCTOR, GeneratorStats, NotReady
 from tests.queue.events import starve
 from tests.queue.witness import WORST_CASE, Knobs

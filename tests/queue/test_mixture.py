@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.queue.core.mixture import Mixture
-from async_rl.queue.core.prompts import PromptStream, StreamCursor
+from async_rl.queue.core.prompts import Mixture, PromptStream, StreamCursor
 
 WEIGHTS = st.lists(st.integers(1, 40), min_size=1, max_size=8)
 

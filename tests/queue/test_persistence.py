@@ -14,7 +14,7 @@ from async_rl.queue.core.learning_signal import Beginning, SignalWatch, Streak
 from async_rl.queue.core.ledger import Account, Ledger, Outcomes, Sums
 from async_rl.queue.core.persistence import KEPT_AT_RESTORE, KNOWN_AT_RESTORE
 from async_rl.queue.core.prompts import StreamCursor
-from async_rl.queue.core.state import PersistedState, QueueState
+from async_rl.queue.core.state import PersistedState, QueueState, encode_state, persisted
 from async_rl.queue.messages import Announcement
 from async_rl.queue.storage.journal import Kind
 from tests.queue.builders import LINEAGE, make_state
@@ -91,8 +91,8 @@ def test_every_field_comes_back_from_the_journal():
     before, after = new_state(), new_state()
     before.adopt(full_state())
     no_entries: dict[Kind, dict[str, Any]] = {kind: {} for kind in get_args(Kind)}
-    persistence.load(after, no_entries, persistence.save(before), {}, {}, now=0.0)
-    assert persistence.persisted(after) == full_state()
+    persistence.load(after, no_entries, encode_state(before), {}, {}, now=0.0)
+    assert persisted(after) == full_state()
     assert after.stream.cursor is after.cursor
     assert after.clock_ahead_s == 12.5
 

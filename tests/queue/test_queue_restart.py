@@ -5,7 +5,7 @@ import pytest
 from async_rl.errors import QueueError
 from async_rl.queue.core import learner_requests, persistence
 from async_rl.queue.core.prompts import PromptStream
-from async_rl.queue.core.state import QueueState
+from async_rl.queue.core.state import QueueState, encode_state
 from async_rl.queue.messages import NotReady, StepAck
 from tests.queue.builders import SAMPLING, rows, settings
 from tests.queue.witness import Knobs
@@ -109,7 +109,7 @@ def test_a_finished_run_stays_finished():
 
 def load_into(digest: str, world: World, **changes) -> QueueState:
     state = QueueState(settings(**changes), rows(12), PromptStream(12, seed=0), data_digest=digest)
-    persistence.load(state, world.entries, persistence.save(world.state), {}, {}, 0.0)
+    persistence.load(state, world.entries, encode_state(world.state), {}, {}, 0.0)
     return state
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from async_rl.queue.core import generator_requests
-from async_rl.queue.core.run_ahead import SLACK, RunAhead
+from async_rl.queue.core.pace import SLACK, RunAhead
 from tests.queue.builders import LINEAGE, ack, group, leases, make_state, positions, put, take
 
 

@@ -16,10 +16,9 @@ from async_rl.net.wire import pack_plain
 from async_rl.queue.core import persistence
 from async_rl.queue.core.admission import LearnerSide
 from async_rl.queue.core.groups import GroupSummary
-from async_rl.queue.core.persistence import decode_state
+from async_rl.queue.core.pace import RunAheadSetting
 from async_rl.queue.core.prompts import PromptStream
-from async_rl.queue.core.run_ahead import RunAheadSetting
-from async_rl.queue.core.state import PersistedState, QueueState
+from async_rl.queue.core.state import PersistedState, QueueState, decode_state, encode_state
 from async_rl.queue.messages import Verdict
 from async_rl.queue.storage.journal import Changes, Kind, unpack
 from async_rl.queue.storage.payloads import MemoryPayloads, PayloadRef
@@ -104,12 +103,12 @@ class Witness:
 
     def _saved(self) -> PersistedState:
         """As it comes back from a disk; without the clock, which runs while nothing changes."""
-        return replace(decode_state(persistence.save(self.state)), now=0.0)
+        return replace(decode_state(encode_state(self.state)), now=0.0)
 
     def reload(self, clock: float) -> None:
         """The server dies; another, whose clock may be any, goes on from its records."""
         entries: dict[Kind, dict[str, Any]] = {kind: written(fields) for kind, fields in self.entries.items()}
-        saved, depth, payloads = persistence.save(self.state), self.state.stats().depth, self.payloads
+        saved, depth, payloads = encode_state(self.state), self.state.stats().depth, self.payloads
         curriculum = self.state.stream.curriculum
         self.now = clock
         self.start_server(payloads)
@@ -119,7 +118,7 @@ class Witness:
             assert change.fields is not None
             assert written(change.fields) == entries[change.kind][change.key]
         self.entries = entries
-        assert decode_state(persistence.save(self.state)) == decode_state(saved)
+        assert decode_state(encode_state(self.state)) == decode_state(saved)
         assert self.state.stats().depth == depth
         assert self.state.stream.curriculum.rates() == curriculum.rates()
         assert self.state.stream.curriculum.places == curriculum.places

@@ -21,7 +21,7 @@ from async_rl.config.config import Config
 from async_rl.config.generator import MAX_SESSION_CALLS
 from async_rl.config.queue import OnStale
 from async_rl.errors import ConfigError, QueueError
-from async_rl.queue.core.run_ahead import RunAheadSetting
+from async_rl.queue.core.pace import RunAheadSetting
 from async_rl.queue.messages import Announcement, StepAck
 from async_rl.queue.storage.payloads import in_blocks
 from async_rl.records import BYTES_PER_TOKEN, TOKEN_COLUMNS, LeaseKind, Sampling

@@ -10,41 +10,6 @@ from async_rl.queue.core.learning_signal import describe
 from async_rl.queue.core.state import QueueState
 
 
-def stop_reason(state: QueueState) -> str:
-    """Return the reason why the run can't continue; empty if it can."""
-    if stop := outage_reason(state):
-        return stop
-    if state.filtered_since_step >= state.settings.max_filtered:
-        right = state.filtered_right_since_step
-        wrong = state.filtered_since_step - right
-        return (
-            f"{state.filtered_since_step} groups were filtered since the last step, as many as queue.max_filtered "
-            f"allows: {right} had a mean accuracy at or above the upper end of queue.filter_range, {wrong} at or "
-            f"below the lower end, or equal rewards. The data is too easy or too hard for this model, or the "
-            f"reward misreads its answers: read some (eval/ in the run directory has those of evaluations), then "
-            f"change data.train or reward.type. If rewards differ while the accuracy does not, return a graded "
-            f"accuracy, or set queue.filter_range = []"
-        )
-    full = [epoch for epoch, count in state.excluded.items() if count >= state.stream.num_rows]
-    if full:
-        first = full[0] * state.stream.num_rows
-        which = f"positions {first} to {first + state.stream.num_rows - 1}" if state.stream.has_sources else ""
-        return (
-            f"every prompt of {which or f'epoch {full[0]}'} was excluded ({state.prompts_too_long} were longer than "
-            f"sampling.max_prompt_tokens = {state.settings.sampling.max_prompt_tokens}, others failed or were too "
-            f"slow queue.max_attempts times); see the generators' logs"
-        )
-    return state.generators.why_nobody(state.now)
-
-
-def outage_reason(state: QueueState) -> str:
-    """Return the reason why the run stops because all leases fail; empty if it goes on."""
-    outage = state.retries.outage
-    if outage is None:
-        return ""
-    return outage.diagnosis(state.now, state.settings.max_outage_s, is_proven=state.retries.is_code_proven)
-
-
 def why_ended(state: QueueState) -> str:
     """Return what became of the prompts of data that has ended, and if none was trained, what to do."""
     groups, flaws = state.ledger.groups, state.signal.flaws

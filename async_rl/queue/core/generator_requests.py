@@ -17,16 +17,15 @@ import hashlib
 from collections.abc import Mapping, Sequence
 
 from async_rl.errors import IdInUseError, QueueError
-from async_rl.queue.core import diagnosis
 from async_rl.queue.core.admission import LearnerSide, lease_seed
+from async_rl.queue.core.evaluations import Answer, Evaluation
 from async_rl.queue.core.failures import Attempts, one_line
 from async_rl.queue.core.generators import QUARANTINE_OF, GeneratorEntry, Owner
 from async_rl.queue.core.groups import GroupRecord, GroupSummary, StoredGroup, fits_filter, refusal_cause, why_unfit
 from async_rl.queue.core.learning_signal import flaw_of
 from async_rl.queue.core.leases import ActiveLease
 from async_rl.queue.core.pace import Window
-from async_rl.queue.core.prompts import Answer, Evaluation
-from async_rl.queue.core.state import QueueState
+from async_rl.queue.core.state import QueueState, stop_reason
 from async_rl.queue.messages import DropCause, FailedRollouts, Failure, GeneratorStats, LeasesGranted, Verdict
 from async_rl.queue.storage.payloads import Payload, in_blocks
 from async_rl.records import Lease, LeaseKind
@@ -427,7 +426,7 @@ def _grant_evals(
 def _grant_training(
     state: QueueState, learner: LearnerSide, generator_id: str, version: int, max_leases: int
 ) -> tuple[list[Lease], LeasesGranted | None]:
-    stop = diagnosis.stop_reason(state)
+    stop = stop_reason(state)
     if stop:
         return [], LeasesGranted((), f"the run has stopped: {stop}")
     if not learner.steps_left:

@@ -17,9 +17,11 @@ from collections.abc import Collection, Iterator, Sequence
 from async_rl.errors import DamagedPayloadError, LineageError, QueueError
 from async_rl.queue.core import diagnosis, persistence
 from async_rl.queue.core.admission import LearnerSide
+from async_rl.queue.core.evaluations import Evaluation, EvaluationRecord
+from async_rl.queue.core.failures import EvalKey
 from async_rl.queue.core.groups import StoredGroup, snapshot_key
-from async_rl.queue.core.prompts import EvalKey, Evaluation, EvaluationRecord, Row
-from async_rl.queue.core.state import QueueState
+from async_rl.queue.core.prompts import Row
+from async_rl.queue.core.state import QueueState, outage_reason, stop_reason
 from async_rl.queue.messages import (
     Acked,
     Announcement,
@@ -175,7 +177,7 @@ def eval_wait(state: QueueState, lineage: str) -> EvalWait:
     if running and all(e.delivered for e in state.evals.finished):
         awaited = ", ".join(e.progress_line for e in running)
         reason = _with_causes(f"the evaluation of {awaited}", _why_nobody_samples(state))
-    return EvalWait(reason, answered, rows, diagnosis.outage_reason(state))
+    return EvalWait(reason, answered, rows, outage_reason(state))
 
 
 def take(state: QueueState, lineage: str, step: int, version: int, now: float) -> tuple[Taken[Payload], ...] | NotReady:
@@ -231,7 +233,7 @@ def lacks_groups(state: QueueState, lineage: str, step: int) -> bool:
     learner = state.learner
     if learner is None or (learner.lineage, learner.step) != (lineage, step) or state.taken:
         return False
-    is_over = learner.finished or not learner.steps_left or state.stream.exhausted or diagnosis.stop_reason(state)
+    is_over = learner.finished or not learner.steps_left or state.stream.exhausted or stop_reason(state)
     return len(state.queued) < state.settings.groups_per_step and not is_over
 
 
@@ -379,7 +381,7 @@ def _not_ready(state: QueueState, learner: LearnerSide) -> NotReady:
     state.check_totals()
     if learner.finished or not learner.steps_left:
         return NotReady(f"all {learner.num_steps} steps are trained", state.stats(), exhausted=True)
-    stop = diagnosis.stop_reason(state)
+    stop = stop_reason(state)
     if stop:
         return NotReady(stop, state.stats(), stop=stop)
     if state.has_sampled_all:

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -24,13 +23,13 @@ from async_rl.errors import DamagedJournalError, QueueError
 from async_rl.net.wire import pack_plain
 from async_rl.queue.core import diagnosis
 from async_rl.queue.core.admission import LEARNER_STATUS, LearnerSide
-from async_rl.queue.core.curriculum import PassRate, Place
+from async_rl.queue.core.evaluations import Answer, Evaluation, EvaluationRecord
 from async_rl.queue.core.generator_requests import build_lease
 from async_rl.queue.core.generators import GeneratorRecord
 from async_rl.queue.core.groups import GroupRecord, ReadyGroups, SnapshotRecord, StoredGroup, snapshot_key
 from async_rl.queue.core.leases import ActiveLease, ClosedLease, LeaseRecord
-from async_rl.queue.core.prompts import Answer, Evaluation, EvaluationRecord, Row
-from async_rl.queue.core.state import PersistedState, QueueState
+from async_rl.queue.core.prompts import PassRate, Place, Row
+from async_rl.queue.core.state import PersistedState, QueueState, decode_state, persisted, read_counter, stop_reason
 from async_rl.queue.messages import DropCause
 from async_rl.queue.storage.journal import Kind
 from async_rl.queue.storage.payloads import PayloadRef
@@ -51,7 +50,6 @@ KNOWN_AT_RESTORE = frozenset({"num_good", "num_outcomes", "proven_code", "failed
 """Names of the fields that the restore of a snapshot replaces only if nothing is known since: what has failed, and what
 was good."""
 
-_FIELDS = tuple(field.name for field in fields(PersistedState))
 _DIGEST_BYTES = 16
 _OLDER_CHECKPOINT = "write the name of an older checkpoint into checkpoints/latest, and start the learner again"
 
@@ -68,44 +66,17 @@ class Snapshot(msgspec.Struct, frozen=True):
     places: dict[int, Place] = {}
 
 
-# The record.
-
-
-def persisted(state: QueueState) -> PersistedState:
-    """Return the fields of ``state`` that outlive the server process. They are not copied."""
-    return PersistedState(**{name: getattr(state, name) for name in _FIELDS})
-
-
-def _dec_hook(kind: Any, plain: Any) -> Any:
-    return Counter(plain)
-
-
-_STATE_DECODER = msgspec.msgpack.Decoder(PersistedState, dec_hook=_dec_hook)
-_SNAPSHOT_DECODER = msgspec.msgpack.Decoder(Snapshot, dec_hook=_dec_hook)
+_SNAPSHOT_DECODER = msgspec.msgpack.Decoder(Snapshot, dec_hook=read_counter)
 
 
 # The journal.
-
-
-def save(state: QueueState) -> bytes:
-    """Return, as bytes, the part of the state that every commit of the journal writes as a whole."""
-    return pack_plain(persisted(state))
-
-
-def decode_state(data: bytes) -> PersistedState:
-    """Return the state from the bytes that ``save`` returned.
-
-    Raises:
-        msgspec.MsgspecError: ``data`` is not such a state.
-    """
-    return _STATE_DECODER.decode(data)
 
 
 def load(
     state: QueueState, entries: Entries, data: bytes, eval_rows: Mapping[str, Sequence[Row]],
     eval_samplings: Mapping[str, Sampling], now: float,
 ) -> list[PayloadRef]:  # fmt: skip
-    """Fill an empty ``state`` from the journal: its records (``entries``), and ``data``, which ``save`` returned.
+    """Fill an empty ``state`` from the journal: its records (``entries``), and ``data``, as of ``encode_state``.
 
     The queue's clock goes on from where it stopped, and the progress of every lease starts at 0.
 
@@ -402,7 +373,7 @@ def status(state: QueueState, now: float) -> dict[str, Any]:
         "prompts_too_long": state.prompts_too_long,
         "damaged_groups": state.num_damaged,
         "filtered_since_step": state.filtered_since_step,
-        "stop": diagnosis.stop_reason(state),
+        "stop": stop_reason(state),
         "excluded": excluded(state),
         "group_notes": diagnosis.notes(state),
         "ledger": state.ledger_dict(),

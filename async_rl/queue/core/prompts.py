@@ -1,38 +1,37 @@
-"""The prompts to sample: the stream of training prompts, and the rows of evaluations.
+"""The stream of training prompts: the order in which rows are sampled, and sampled again.
 
-A prompt's position in the stream counts from 0 over all epochs. A ``mixture.Mixture`` says from which source of rows it
-comes. The rows of each epoch of a source are shuffled with a seed, so a position alone determines its row, also after a
-restart. Under a ``curriculum.Curriculum`` the stream passes over rows, and the place of each drawn prompt in the order
-of its source is recorded until the prompt has ended. ``generator_requests`` draws positions. Positions whose lease
-expired, or whose group was dropped or rolled back, are drawn again before new ones.
+A prompt's position in the stream counts from 0 over all epochs. ``Mixture`` says from which source of rows it comes.
+The rows of each epoch of a source are shuffled with a seed, so a position alone determines its row, also after a
+restart. ``Retries.draw`` draws positions. Positions whose lease expired, or whose group was dropped or rolled back, are
+drawn again before new ones.
 
-The learner can request an evaluation of all rows of a dataset. The queue keeps the answers until the learner has
-received them. Evaluations have their own ledger, and don't count for the number of training leases. A row that can't be
-sampled gets an answer without a group.
+Under a ``Curriculum`` (``data.curriculum``) the stream passes over rows: it asks at each row whether it is sampled. The
+answer depends on the place in the order, and on the pass rate of the row's own last group, and on nothing else. So it
+does not depend on the order in which groups of other rows arrive, and a restarted queue gives the same answers as long
+as it has the same records. Two records outlive the process, in the journal and in snapshots: the pass rate of each row
+(``PassRate``), and the places of prompts that were drawn and have not ended (``Place``).
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
-import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
+from typing import Any, Literal, Protocol
 
 import msgspec
 import numpy as np
+import xxhash
 
 from async_rl.config.config import Config
 from async_rl.config.data import CurriculumConfig
-from async_rl.queue.core.curriculum import Curriculum
-from async_rl.queue.core.failures import Attempts, EvalKey
-from async_rl.queue.core.mixture import Mixture
 from async_rl.queue.storage.journal import Changes
-from async_rl.queue.storage.payloads import PayloadRef, PayloadStore
-from async_rl.records import Prompt, Sampling
+
+Verdict = Literal["sampled", "aside", "thinned"]
+"""What happens to a row when its turn comes. It is sampled, or passed over: because it is set aside, or by chance."""
 
 
 class Row(Protocol):
@@ -44,9 +43,6 @@ class Row(Protocol):
     def reward_data(self) -> Mapping[str, Any]: ...
     @property
     def source(self) -> str: ...
-
-
-# The training prompts.
 
 
 class StreamCursor(msgspec.Struct):
@@ -260,181 +256,201 @@ def pop_least(heap: list[int], tries: Callable[[int], int]) -> int:
     return found
 
 
-# Evaluations.
+# Sources that take turns.
 
 
-class Answer(msgspec.Struct, frozen=True, gc=False):
-    """The answer to one row of an evaluation: the place of its group's bytes, and its numbers for the ledger.
+class Mixture:
+    """Assigns positions to sources so that every source has its share of any first ``n`` positions, within less than 1.
 
-    ``ref`` is None if the row could not be sampled.
+    The order is that of Tijdeman, "The chairman assignment problem" (Discrete Mathematics 32, 1980), section 2. It
+    repeats after ``sum(weights)`` positions, with the weights in lowest terms, because each source then has exactly its
+    share.
     """
 
-    ref: PayloadRef | None
-    rollouts: int = 0
-    tokens: int = 0
+    def __init__(self, sizes: Sequence[int], weights: Sequence[int]) -> None:
+        """Make the order for sources with ``sizes`` rows and whole ``weights``, both at least 1."""
+        divisor = math.gcd(*weights)
+        self.sizes = tuple(sizes)
+        self._weights = tuple(weight // divisor for weight in weights)
+        self._sources = _one_period(self._weights)
+        # [sources, period + 1]: how many of the first positions of a period belong to each source.
+        turns = np.asarray(self._sources) == np.arange(len(sizes))[:, None]
+        self._counts = np.concatenate([np.zeros((len(sizes), 1), np.int64), turns.cumsum(axis=1)], axis=1)
+
+    def locate(self, position: int) -> tuple[int, int]:
+        """Return the source of a position, and the number of earlier positions of this source."""
+        source = self._sources[position % len(self._sources)]
+        return source, self.count(source, position)
+
+    def count(self, source: int, position: int) -> int:
+        """Return how many of the first ``position`` positions belong to ``source``."""
+        periods, rest = divmod(position, len(self._sources))
+        return periods * self._weights[source] + int(self._counts[source, rest])
+
+    def end_of(self, epochs: int) -> int:
+        """Return the lowest position before which every source has been passed over ``epochs`` times."""
+        return max(self._after(source, epochs * size) for source, size in enumerate(self.sizes))
+
+    def epoch(self, position: int) -> int:
+        """Return the lowest epoch, from 0, that a source has reached after the first ``position`` positions."""
+        return min(max(0, self.count(source, position) - 1) // size for source, size in enumerate(self.sizes))
+
+    def _after(self, source: int, count: int) -> int:
+        """Return the number of first positions up to the one with number ``count`` (from 1) of ``source``."""
+        periods, rest = divmod(count - 1, self._weights[source])
+        return periods * len(self._sources) + int(np.searchsorted(self._counts[source], rest + 1))
 
 
-class EvaluationRecord(msgspec.Struct):
-    """An evaluation that the learner requested, as the journal stores it.
+def _one_period(weights: Sequence[int]) -> list[int]:
+    """Return the sources of the first ``sum(weights)`` positions."""
+    period, slack = sum(weights), 2 * len(weights) - 2
+    counts = [0] * len(weights)
+    order: list[int] = []
+    for position in range(1, period + 1):
+        # How far each source is behind its share after this position, times ``period``.
+        behind = [position * weight - period * count for weight, count in zip(weights, counts, strict=True)]
+        # Of the sources that are far enough behind, the one that must come soonest. The lowest index breaks a tie.
+        due = min(
+            (Fraction(period * (slack - 1) - slack * late, weight), source)
+            for source, (late, weight) in enumerate(zip(behind, weights, strict=True))
+            if slack * late >= period or not slack
+        )[1]
+        counts[due] += 1
+        order.append(due)
+    return order
 
-    Attributes:
-        dataset: the name of the set in ``data.eval``.
-        step: the learner's step that requested it.
-        num_samples: the number of rollouts for each row.
-        min_version: the oldest weights version that may sample it.
-        exclusive: whether no training lease is granted until the evaluation is done.
-        attempts: the failed attempts by row.
+
+# Rows that are passed over.
+
+
+class PassRate(msgspec.Struct, frozen=True, gc=False):
+    """The mean accuracy, 0 to 1, of the newest group of a row, and the epoch in which the row was drawn for it."""
+
+    rate: float
+    epoch: int
+
+
+class Place(msgspec.Struct, frozen=True, gc=False):
+    """The place of a prompt in the order of its source, from 0 over all epochs, with the rows that were passed over."""
+
+    index: int
+
+
+def chance(config: CurriculumConfig, rate: float) -> float:
+    """Return the probability, 0 to 1, with which a row of pass rate ``rate`` is sampled when its turn comes.
+
+    ``learnability`` is p(1 - p), the variance of a right answer (arXiv:2502.12272, section 3), scaled to at most 1. It
+    is also the expected square of the advantage of a group without division by the standard deviation. ``failures`` is
+    1 - p, the prioritized sampling of Kimi k1.5 (arXiv:2501.12599, section 2.3.4). Neither paper has a lower limit.
+    """
+    weight = {"uniform": 1.0, "learnability": 4 * rate * (1 - rate), "failures": 1 - rate}[config.chance]
+    return max(config.min_chance, weight)
+
+
+def rows_by_source(names: Iterable[str]) -> dict[str, np.ndarray]:
+    """Return the rows of each named source, int64, in the order of their first rows. ``names`` has one for each row."""
+    found: dict[str, list[int]] = {}
+    for row, name in enumerate(names):
+        if name:
+            found.setdefault(name, []).append(row)
+    return {name: np.asarray(rows) for name, rows in found.items()}
+
+
+class Curriculum:
+    """The pass rates of the rows, the places of open prompts, and the rule that says which rows are sampled.
+
+    ``changes`` collects the records to write to the journal. The owner of the stream sets it.
     """
 
-    dataset: str
-    step: int
-    num_samples: int
-    min_version: int
-    exclusive: bool
-    attempts: dict[int, Attempts] = {}
-
-
-@dataclass(slots=True)
-class Evaluation:
-    """An evaluation of one dataset at one step, with its rows and answers.
-
-    ``todo`` is a heap of the rows that have neither a lease nor an answer. ``answers`` are the answers by row.
-    ``delivered`` says whether the answers have been sent to the learner.
-    """
-
-    request: EvaluationRecord
-    rows: Sequence[Row]
-    sampling: Sampling
-    todo: list[int] = field(default_factory=list)
-    answers: dict[int, Answer] = field(default_factory=dict)
-    delivered: bool = False
+    def __init__(self, config: CurriculumConfig, num_rows: int, *, seed: int) -> None:
+        self._config, self._seed = config, seed
+        self._rates = np.full(num_rows, np.nan)
+        self._epochs = np.zeros(num_rows, np.int64)
+        self.places: dict[int, Place] = {}
+        self.changes = Changes(is_wanted=False)
 
     @property
-    def key(self) -> EvalKey:
-        return self.request.dataset, self.request.step
+    def is_on(self) -> bool:
+        return self._config.is_on
 
-    @property
-    def done(self) -> bool:
-        return len(self.answers) == len(self.rows)
+    def verdict(self, row: int, epoch: int, source: int, index: int) -> Verdict:
+        """Return whether ``row`` is sampled in this epoch.
 
-    def prompt(self, row: int) -> Prompt:
-        return Prompt(row, row, 0, self.rows[row].messages, self.rows[row].reward_data)
-
-    def give_back(self, row: int) -> None:
-        """Put a row back whose lease ended without a failure. This does not count as a failed attempt."""
-        heapq.heappush(self.todo, row)
-
-    def take_row(self, avoid: Callable[[int], bool]) -> int:
-        """Remove and return the first row of ``todo``; those that ``avoid`` names come last, the least tried first."""
-        found = pop_first(self.todo, avoid)
-        return pop_least(self.todo, lambda row: self.attempts(row).tries) if found is None else found
-
-    def attempts(self, row: int) -> Attempts:
-        """Return the failed attempts to sample a row, to be changed."""
-        return self.request.attempts.setdefault(row, Attempts())
-
-    def lose(self, row: int, *, max_attempts: int, requeue: bool) -> bool:
-        """Put a row back whose attempt failed, or return True if it must be given up.
-
-        A row is given up after ``max_attempts`` failed attempts, or at once if ``requeue`` is False.
+        ``index`` is its place in the order of ``source``. The random number of the decision is a hash of both.
         """
-        if requeue and self.attempts(row).failed < max_attempts:
-            heapq.heappush(self.todo, row)
-            return False
-        return True
+        rate = float(self._rates[row])
+        if not self.is_on or np.isnan(rate):
+            return "sampled"
+        if self._is_outside(rate) and epoch - self._epochs[row] <= self._config.rest_epochs:
+            return "aside"
+        number = xxhash.xxh3_64_intdigest(f"{self._seed}/curriculum/{source}/{index}".encode()) / 2**64
+        return "sampled" if number < chance(self._config, rate) else "thinned"
 
-    @property
-    def progress_line(self) -> str:
-        """Text that names the evaluation, and says how far it is, such as "test at step 0 (1 of 2 rows)"."""
-        return f"{self.key[0]} at step {self.key[1]} ({len(self.answers)} of {len(self.rows)} rows)"
+    def observe(self, row: int, epoch: int, rate: float) -> None:
+        """Record the mean accuracy of a group of ``row`` that was drawn in ``epoch``.
 
+        A group of an earlier epoch than the recorded one changes nothing.
+        """
+        if self.is_on and (np.isnan(self._rates[row]) or epoch >= self._epochs[row]):
+            self._set(row, PassRate(rate, epoch))
 
-def entry_key(key: EvalKey, row: int | None = None) -> str:
-    """Return the key of a record in the journal: the evaluation's, or that of the answer to ``row`` if it is given."""
-    return json.dumps([*key] if row is None else [*key, row])
+    def open_place(self, position: int, index: int) -> None:
+        """Record that the prompt at ``position`` is the one at ``index`` in the order of its source."""
+        self.places[position] = place = Place(index)
+        self.changes.put("place", str(position), place)
 
+    def close_place(self, position: int) -> None:
+        """Forget the place of a prompt that has ended."""
+        if self.places.pop(position, None) is not None:
+            self.changes.delete("place", str(position))
 
-class EvalBook:
-    """The evaluations that the learner requested and has not received yet.
+    def rates(self) -> dict[int, PassRate]:
+        """Return the pass rate of every row that has one."""
+        known = np.flatnonzero(~np.isnan(self._rates)).tolist()
+        return {row: PassRate(float(self._rates[row]), int(self._epochs[row])) for row in known}
 
-    ``num_bytes`` is the size of their answers.
-    """
+    def replace(self, rates: Mapping[int, PassRate], places: Mapping[int, Place]) -> None:
+        """Replace all records by those of a snapshot or of the journal. Rates of rows that don't exist are left out."""
+        rates = {row: known for row, known in rates.items() if row < len(self._rates)}
+        for row in self.rates().keys() - rates.keys():
+            self._rates[row] = np.nan
+            self.changes.delete("pass_rate", str(row))
+        for row, known in rates.items():
+            self._set(row, known)
+        for position in list(self.places):
+            self.close_place(position)
+        for position, place in places.items():
+            self.open_place(position, place.index)
 
-    def __init__(self, changes: Changes, payloads: PayloadStore) -> None:
-        self._changes, self._payloads = changes, payloads
-        self._open: dict[EvalKey, Evaluation] = {}
-        self.num_bytes = 0
+    def metrics(self, epochs: np.ndarray, sources: Mapping[str, np.ndarray]) -> dict[str, float]:
+        """Return figures of the rows' pass rates for ``metrics.jsonl``.
 
-    def __iter__(self) -> Iterator[Evaluation]:
-        return iter(self._open.values())
+        Args:
+            epochs: int64 [rows], the epoch of each row's source.
+            sources: the rows of each named source, int64.
+        """
+        outside = np.zeros(len(self._rates), bool)
+        for limit, beyond in ((self._config.solved_at, np.greater_equal), (self._config.unsolved_at, np.less_equal)):
+            if limit is not None:
+                outside |= beyond(self._rates, limit)
+        aside = outside & (epochs - self._epochs <= self._config.rest_epochs)
+        metrics = dict(self._figures("curriculum", aside, np.arange(len(aside))))
+        for name, rows in sources.items():
+            metrics.update(self._figures(f"source/{name}", aside, rows))
+        return metrics
 
-    def add(self, evaluation: Evaluation) -> bool:
-        """Add an evaluation. Return False, and change nothing, if it is already present."""
-        if evaluation.key in self._open:
-            return False
-        evaluation.todo = [row for row in range(len(evaluation.rows)) if row not in evaluation.answers]
-        self._open[evaluation.key] = evaluation
-        self.note(evaluation)
-        return True
+    def _figures(self, prefix: str, aside: np.ndarray, rows: np.ndarray) -> Iterator[tuple[str, float]]:
+        rates = self._rates[rows]
+        known = rates[~np.isnan(rates)]
+        yield f"{prefix}/aside", float(aside[rows].mean())
+        yield f"{prefix}/known", len(known) / len(rates)
+        if len(known):
+            yield f"{prefix}/pass_rate", float(known.mean())
 
-    def get(self, key: EvalKey) -> Evaluation | None:
-        return self._open.get(key)
+    def _is_outside(self, rate: float) -> bool:
+        low, high = self._config.unsolved_at, self._config.solved_at
+        return (low is not None and rate <= low) or (high is not None and rate >= high)
 
-    def note(self, evaluation: Evaluation) -> None:
-        """Write an evaluation, with its failed attempts, to the journal."""
-        self._changes.put("evaluation", entry_key(evaluation.key), evaluation.request)
-
-    def answer(self, evaluation: Evaluation, row: int, answer: Answer) -> None:
-        """Store the answer to a row. An answer without a group says that the row was given up."""
-        evaluation.answers[row] = answer
-        self.num_bytes += answer.ref.disk_bytes if answer.ref is not None else 0
-        self._changes.put("answer", entry_key(evaluation.key, row), answer)
-
-    def lose_answer(self, evaluation: Evaluation, row: int) -> Answer:
-        """Remove and return the answer to a row because its stored bytes are damaged. The row is sampled again."""
-        answer = evaluation.answers.pop(row)
-        evaluation.give_back(row)
-        self._changes.delete("answer", entry_key(evaluation.key, row))
-        if answer.ref is not None:
-            self.num_bytes -= answer.ref.disk_bytes
-            self._payloads.release(answer.ref)
-        return answer
-
-    def __contains__(self, key: EvalKey) -> bool:
-        """Return whether the evaluation runs, or is finished and the learner has not received it."""
-        return key in self._open
-
-    def confirm(self, key: EvalKey) -> Evaluation | None:
-        """Delete and return an evaluation that the learner has received; None if it is unknown or not finished."""
-        evaluation = self._open.get(key)
-        if evaluation is None or not evaluation.done:
-            return None
-        self._forget(evaluation)
-        return evaluation
-
-    def clear(self) -> None:
-        """Delete all evaluations. A new learner requests its evaluations again."""
-        for evaluation in list(self._open.values()):
-            self._forget(evaluation)
-
-    @property
-    def finished(self) -> list[Evaluation]:
-        return [e for e in self._open.values() if e.done]
-
-    @property
-    def unfinished(self) -> list[Evaluation]:
-        return [e for e in self._open.values() if not e.done]
-
-    @property
-    def exclusive(self) -> Evaluation | None:
-        """An unfinished evaluation that stops training leases until it is done; None if there is none."""
-        return next((e for e in self.unfinished if e.request.exclusive), None)
-
-    def _forget(self, evaluation: Evaluation) -> None:
-        del self._open[evaluation.key]
-        self._changes.delete("evaluation", entry_key(evaluation.key))
-        for row, answer in evaluation.answers.items():
-            self._changes.delete("answer", entry_key(evaluation.key, row))
-            if answer.ref is not None:
-                self.num_bytes -= answer.ref.disk_bytes
-                self._payloads.release(answer.ref)
+    def _set(self, row: int, known: PassRate) -> None:
+        self._rates[row], self._epochs[row] = known.rate, known.epoch
+        self.changes.put("pass_rate", str(row), known)

@@ -23,10 +23,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from async_rl.queue.core.admission import QueueSettings
+from async_rl.queue.core.evaluations import Answer, EvalBook, Evaluation
 from async_rl.queue.core.failures import Attempts, EvalKey, FailedPlace, Failing, Outage, add_failed, describe
 from async_rl.queue.core.generators import GeneratorEntry, GeneratorTable
 from async_rl.queue.core.leases import ActiveLease, LeaseTable
-from async_rl.queue.core.prompts import Answer, EvalBook, Evaluation, PromptStream
+from async_rl.queue.core.prompts import PromptStream
 from async_rl.queue.messages import DropCause, Failure
 
 TRANSIENT_WAIT_S = 300.0

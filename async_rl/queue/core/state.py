@@ -1,8 +1,8 @@
 """The whole state of the queue, and changes that several requests share: end a lease, drop a group, requeue a prompt.
 
 The server has one ``QueueState``. The functions of ``learner_requests`` and ``generator_requests`` change it, and
-``QueueState.expire`` ends leases as time passes. ``persistence`` writes and reads the part of it that outlives the
-process, ``PersistedState``.
+``QueueState.expire`` ends leases as time passes. ``encode_state`` writes the part of it that outlives the process,
+``PersistedState``, for the journal.
 """
 
 from __future__ import annotations
@@ -12,21 +12,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 
 from async_rl.errors import DamagedPayloadError, LineageError, QueueError
+from async_rl.net.wire import pack_plain
 from async_rl.queue.core import ledger as ledgers
 from async_rl.queue.core.admission import LearnerSide, QueueSettings
-from async_rl.queue.core.curriculum import rows_by_source
-from async_rl.queue.core.failures import failures_dict
+from async_rl.queue.core.evaluations import EvalBook
+from async_rl.queue.core.failures import EvalKey, failures_dict
 from async_rl.queue.core.generators import GeneratorTable
 from async_rl.queue.core.groups import GroupRecord, ReadyGroups, SnapshotRefs, StoredGroup
 from async_rl.queue.core.learning_signal import SignalWatch
 from async_rl.queue.core.leases import ActiveLease, LeaseTable
 from async_rl.queue.core.ledger import Ledger, Outcomes
-from async_rl.queue.core.prompts import EvalBook, EvalKey, PromptStream, Row, StreamCursor
+from async_rl.queue.core.pace import RunAhead
+from async_rl.queue.core.prompts import PromptStream, Row, StreamCursor, rows_by_source
 from async_rl.queue.core.retries import PersistedAttempts, Retries
-from async_rl.queue.core.run_ahead import RunAhead
 from async_rl.queue.messages import DropCause, Failure, QueueStats
 from async_rl.queue.storage.journal import Changes
 from async_rl.queue.storage.payloads import MemoryPayloads, PayloadStore
@@ -79,6 +81,9 @@ class PersistedState(PersistedAttempts):
     num_damaged: int = 0
     signal: SignalWatch = field(default_factory=SignalWatch)
     quarantines: dict[str, str] = field(default_factory=dict)
+
+
+_FIELDS = tuple(persisted.name for persisted in fields(PersistedState))
 
 
 @dataclass(slots=True, eq=False)
@@ -145,8 +150,8 @@ class QueueState(PersistedState):
 
     def adopt(self, saved: PersistedState) -> None:
         """Replace all persisted fields of this state by those of ``saved``."""
-        for persisted in fields(PersistedState):
-            setattr(self, persisted.name, getattr(saved, persisted.name))
+        for name in _FIELDS:
+            setattr(self, name, getattr(saved, name))
         self.stream.cursor = self.cursor
 
     def set_taken(self, groups: tuple[StoredGroup, ...]) -> tuple[StoredGroup, ...]:
@@ -468,6 +473,68 @@ class QueueState(PersistedState):
         self.cancel_left_behind(self.learner)
         # Leases granted after the batch was complete are new enough, so the next take does not wait again.
         self.waits_since = None
+
+
+def persisted(state: QueueState) -> PersistedState:
+    """Return the fields of ``state`` that outlive the server process. They are not copied."""
+    return PersistedState(**{name: getattr(state, name) for name in _FIELDS})
+
+
+def encode_state(state: QueueState) -> bytes:
+    """Return, as bytes, the part of the state that every commit of the journal writes as a whole."""
+    return pack_plain(persisted(state))
+
+
+def read_counter(kind: Any, plain: Any) -> Any:
+    """Return a ``Counter``, the only type of a persisted field that msgspec does not know."""
+    return Counter(plain)
+
+
+_STATE_DECODER = msgspec.msgpack.Decoder(PersistedState, dec_hook=read_counter)
+
+
+def decode_state(data: bytes) -> PersistedState:
+    """Return the state from the bytes that ``encode_state`` returned.
+
+    Raises:
+        msgspec.MsgspecError: ``data`` is not such a state.
+    """
+    return _STATE_DECODER.decode(data)
+
+
+def stop_reason(state: QueueState) -> str:
+    """Return the reason why the run can't continue; empty if it can."""
+    if stop := outage_reason(state):
+        return stop
+    if state.filtered_since_step >= state.settings.max_filtered:
+        right = state.filtered_right_since_step
+        wrong = state.filtered_since_step - right
+        return (
+            f"{state.filtered_since_step} groups were filtered since the last step, as many as queue.max_filtered "
+            f"allows: {right} had a mean accuracy at or above the upper end of queue.filter_range, {wrong} at or "
+            f"below the lower end, or equal rewards. The data is too easy or too hard for this model, or the "
+            f"reward misreads its answers: read some (eval/ in the run directory has those of evaluations), then "
+            f"change data.train or reward.type. If rewards differ while the accuracy does not, return a graded "
+            f"accuracy, or set queue.filter_range = []"
+        )
+    full = [epoch for epoch, count in state.excluded.items() if count >= state.stream.num_rows]
+    if full:
+        first = full[0] * state.stream.num_rows
+        which = f"positions {first} to {first + state.stream.num_rows - 1}" if state.stream.has_sources else ""
+        return (
+            f"every prompt of {which or f'epoch {full[0]}'} was excluded ({state.prompts_too_long} were longer than "
+            f"sampling.max_prompt_tokens = {state.settings.sampling.max_prompt_tokens}, others failed or were too "
+            f"slow queue.max_attempts times); see the generators' logs"
+        )
+    return state.generators.why_nobody(state.now)
+
+
+def outage_reason(state: QueueState) -> str:
+    """Return the reason why the run stops because all leases fail; empty if it goes on."""
+    outage = state.retries.outage
+    if outage is None:
+        return ""
+    return outage.diagnosis(state.now, state.settings.max_outage_s, is_proven=state.retries.is_code_proven)
 
 
 def _compare(totals: Mapping[str, tuple[int, int]]) -> None:

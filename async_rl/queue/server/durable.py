@@ -20,7 +20,7 @@ from async_rl.process.fault_points import fault_point
 from async_rl.queue.core import persistence
 from async_rl.queue.core.admission import LearnerSide, QueueSettings, eval_sampling
 from async_rl.queue.core.prompts import PromptStream, Row
-from async_rl.queue.core.state import QueueState
+from async_rl.queue.core.state import QueueState, encode_state
 from async_rl.queue.server.handlers import Handlers, WelcomePack
 from async_rl.queue.storage.journal import Change, Changes, Journal, unpack
 from async_rl.queue.storage.payloads import MemoryPayloads
@@ -131,7 +131,7 @@ class DurableState:
 
     def _records(self) -> dict[str, bytes]:
         """Return the records of queue and handlers. Those of the handlers are left out if they have not changed."""
-        records = {"queue": persistence.save(self.state)}
+        records = {"queue": encode_state(self.state)}
         if (key := self.handlers.saved_key) != self._saved_handlers:
             self._saved_handlers = key
             records["handlers"] = pack_plain(self.handlers.save())
