@@ -1,4 +1,4 @@
-"""Changes: only the last state of a record is written, and only if somebody could have read another before."""
+"""Changes: only the last state of a record is written."""
 
 from async_rl.queue.storage.journal import Changes
 
@@ -12,16 +12,9 @@ def test_a_record_is_written_as_it_is_at_the_drain_and_once():
     assert changes.drain() == []
 
 
-def test_a_record_that_came_and_went_in_between_is_never_written():
-    changes = Changes()
-    changes.put("lease", "a", {"value": 0}, is_new=True)
-    changes.delete("lease", "a")
-    assert changes.drain() == []
-
-
 def test_a_record_that_was_written_is_crossed_out():
     changes = Changes()
-    changes.put("lease", "a", {"value": 0}, is_new=True)
+    changes.put("lease", "a", {"value": 0})
     changes.drain()
     changes.delete("lease", "a")
     assert [tuple(change) for change in changes.drain()] == [("lease", "a", None)]
@@ -36,10 +29,10 @@ def test_a_record_that_may_have_been_written_before_is_crossed_out():
 
 def test_records_of_one_key_and_two_kinds_are_apart():
     changes = Changes()
-    changes.put("lease", "a", {"value": 1}, is_new=True)
+    changes.put("lease", "a", {"value": 1})
     changes.put("closed_lease", "a", {"value": 2})
     changes.delete("lease", "a")
-    assert [tuple(change) for change in changes.drain()] == [("closed_lease", "a", {"value": 2})]
+    assert [tuple(change) for change in changes.drain()] == [("lease", "a", None), ("closed_lease", "a", {"value": 2})]
 
 
 def test_nothing_is_noted_where_nobody_writes():

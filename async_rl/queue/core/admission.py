@@ -300,10 +300,6 @@ class LearnerSide(msgspec.Struct):
         """Return how many groups may be in flight, queued and taken together. See ``QueueSettings.group_limit``."""
         return settings.group_limit(version=self.version, active_version=active_version, steps_left=self.steps_left)
 
-    def oldest_for_lease(self, settings: QueueSettings, outstanding: int) -> int:
-        """Return the oldest version that may sample the next lease if ``outstanding`` groups are trained before."""
-        return settings.oldest_for_lease(version=self.version, outstanding=outstanding)
-
     def check(self, ack: StepAck, settings: QueueSettings) -> None:
         """Check the learner's report of a step.
 

@@ -24,15 +24,15 @@ def why_ended(state: QueueState) -> str:
         "in skipped steps": groups.dropped["step_skipped"],
     }
     listed = ", ".join(f"{amount} {what}" for what, amount in amounts.items() if amount)
-    found = [f"the data has ended (data.epochs); prompts: {listed or 'none'}"]
+    sentences = [f"the data has ended (data.epochs); prompts: {listed or 'none'}"]
     if not groups.done:
         said = notes(state)
         streak = state.signal.streak
         if streak.num_groups and streak.noted_as not in said:
-            found.append(describe(streak, state.settings))
-        found += said.values()
-        found += ["The generators' logs say why prompts failed"] if groups.dropped["poison"] else []
-    return ". ".join(found)
+            sentences.append(describe(streak, state.settings))
+        sentences += said.values()
+        sentences += ["The generators' logs say why prompts failed"] if groups.dropped["poison"] else []
+    return ". ".join(sentences)
 
 
 def notes(state: QueueState) -> dict[str, str]:
@@ -43,7 +43,7 @@ def notes(state: QueueState) -> dict[str, str]:
 
 def _failure_notes(state: QueueState) -> dict[str, str]:
     """Return what fails at present, and where rollouts have failed."""
-    failed = {f"failed: {place}": failed_line(found) for place, found in state.failed_places.items()}
+    failed = {f"failed: {place}": failed_line(failed_place) for place, failed_place in state.failed_places.items()}
     if (outage := state.retries.outage) is not None:
         return {**failed, "outage": outage.describe(state.now, state.settings.max_outage_s)}
     quarantined = {entry.generator_id: entry.why_failing(state.now) for entry in state.generators.alive(state.now)}

@@ -509,7 +509,7 @@ def _issue_training(state: QueueState, learner: LearnerSide, generator_id: str, 
     attempts = state.attempts.get(position, Attempts())
     lease = build_lease(
         state, None, position, lease_id=_new_id(state, learner, "train", position), lineage=learner.lineage,
-        min_version=learner.oldest_for_lease(settings, state.outstanding),
+        min_version=settings.oldest_for_lease(version=learner.version, outstanding=state.outstanding),
         attempt=attempts.failed + attempts.stale + 1, version=version,
     )  # fmt: skip
     reserved, now = settings.reserved_bytes, state.now
@@ -663,6 +663,6 @@ def _receive_training(
         ref=ref,
     )
     state.queued.add(stored)
-    state.changes.put("group", stored.lease_id, GroupRecord(stored), is_new=True)
+    state.changes.put("group", stored.lease_id, GroupRecord(stored))
     state.revision += 1
     return "queued"

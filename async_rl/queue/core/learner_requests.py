@@ -62,17 +62,17 @@ def attach(
         raise LineageError(
             f"lineage {lineage} no longer owns the queue: a newer learner has taken over; stop this learner"
         )
-    found = None
+    restored = None
     if snapshot is not None:
-        found = persistence.read_snapshot(state, snapshot, step=step, version=fork_version)
+        restored = persistence.read_snapshot(state, snapshot, step=step, version=fork_version)
     state.old_lineages |= {parent} if parent else set()
     state.old_lineages |= {state.learner.lineage} if state.learner is not None else set()
     for active in state.leases:
         # ``restore`` counts them in the ledger.
         state.generators.cancel(active)
         state.leases.close(active.lease.lease_id, "rolled_back")
-    persistence.restore(state, found)
-    before = None if found is None else found.state.learner
+    persistence.restore(state, restored)
+    before = None if restored is None else restored.state.learner
     state.learner = LearnerSide.continued(before, lineage, step, num_steps, fork_version)
     state.waits_since = None
     state.run_ahead.attach()
@@ -93,10 +93,10 @@ def confirm(
     """
     newest = state.attached(lineage).announced_version
     if announced is not None and (newest is None or newest < announced):
-        known = "none" if newest is None else f"version {newest}"
+        shown = "none" if newest is None else f"version {newest}"
         raise QueueError(
             f"expected version {announced} as the newest that the queue knows, because this learner has announced it, "
-            f"got {known}; {_RESTART}"
+            f"got {shown}; {_RESTART}"
         )
     for key in evaluations:
         if key not in state.evals and key not in state.received_evals:
@@ -420,15 +420,15 @@ def _why_nobody_samples(state: QueueState) -> str:
     if (outage := state.retries.outage) is not None:
         return outage.describe(state.now, state.settings.max_outage_s)
     if all(entry.trouble for entry in alive):
-        others = f" (problems of other generators: {len(alive) - 1})" if len(alive) > 1 else ""
-        return f"generator {alive[0].generator_id} reports: {alive[0].trouble}{others}"
+        further = f" (problems of other generators: {len(alive) - 1})" if len(alive) > 1 else ""
+        return f"generator {alive[0].generator_id} reports: {alive[0].trouble}{further}"
     return ""
 
 
 def _with_causes(awaited: str, *causes: str) -> str:
     """Return the text of a wait: what is awaited, and the causes that are not empty."""
-    known = "; ".join(cause for cause in causes if cause)
-    return f"{awaited}: {known}" if known else awaited
+    listed = "; ".join(cause for cause in causes if cause)
+    return f"{awaited}: {listed}" if listed else awaited
 
 
 def _must_wait(state: QueueState, learner: LearnerSide) -> bool:

@@ -127,7 +127,7 @@ class LeaseTable:
     def add(self, active: ActiveLease) -> None:
         lease_id = active.lease.lease_id
         self._active[lease_id] = active
-        self._changes.put("lease", lease_id, active.record(), is_new=True)
+        self._changes.put("lease", lease_id, active.record())
         self.reserved += active.reserved
         if active.evaluation is None:
             self.num_training += 1
@@ -161,15 +161,15 @@ class LeaseTable:
         while len(self._closed) > _REMEMBERED:
             self._changes.delete("closed_lease", self._closed.popitem(last=False)[0])
 
-    def restore_closed(self, lease_id: str, known: ClosedLease) -> None:
+    def restore_closed(self, lease_id: str, closed: ClosedLease) -> None:
         """Add an ended lease that the journal has. The caller adds the lease that ended first as the first."""
-        self._closed[lease_id] = known
-        self._num_closed = known.number
+        self._closed[lease_id] = closed
+        self._num_closed = closed.number
 
     def status_of(self, lease_id: str) -> str | None:
         """Return the status of an ended lease; None if the lease is unknown or ended too long ago."""
-        known = self._closed.get(lease_id)
-        return None if known is None else known.status
+        closed = self._closed.get(lease_id)
+        return None if closed is None else closed.status
 
     def training_older_than(self, oldest: int) -> list[ActiveLease]:
         """Return the training leases that may get a token of a version below ``oldest``. They stay in the table."""

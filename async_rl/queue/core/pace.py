@@ -98,12 +98,12 @@ class RunAhead:
     def metrics(self, now: float) -> dict[str, float]:
         """Return the metrics of the step that has just been trained, by name; without what is not known yet."""
         limit = self.limit(now)
-        known = {"time/group_s": self.group_s, "time/own_step_s": self.step_s}
-        found = {name: seconds for name, seconds in known.items() if seconds}
+        seconds_of = {"time/group_s": self.group_s, "time/own_step_s": self.step_s}
+        metrics = {name: seconds for name, seconds in seconds_of.items() if seconds}
         if limit < math.inf:
             is_held = bool(self._steps) and now - self._held_at <= self._steps[-1]
-            found |= {"queue/run_ahead_limit": limit, "queue/run_ahead_held": float(is_held)}
-        return found | ({"queue/run_ahead_slack": self.slack} if self.setting == "auto" else {})
+            metrics |= {"queue/run_ahead_limit": limit, "queue/run_ahead_held": float(is_held)}
+        return metrics | ({"queue/run_ahead_slack": self.slack} if self.setting == "auto" else {})
 
     def attach(self) -> None:
         """Forget the learner's steps: another learner may be slower or faster, or sit on another machine."""
@@ -240,82 +240,82 @@ class Paces:
 
     def why(self, generator_id: str) -> str:
         """Return why a generator gets no training lease; empty if it gets some."""
-        known = self._by_id.get(generator_id)
-        return "" if known is None else known.why
+        pace = self._by_id.get(generator_id)
+        return "" if pace is None else pace.why
 
     def remove(self, generator_id: str) -> None:
-        known = self._by_id.pop(generator_id, None)
-        if known is not None:
-            self._add(known, -1)
+        pace = self._by_id.pop(generator_id, None)
+        if pace is not None:
+            self._add(pace, -1)
 
     def granted(self, generator_id: str, num_held: int) -> None:
         """Record that a generator holds ``num_held`` training leases, after it was granted some."""
-        known = self.pace_of(generator_id)
-        if num_held > known.most_leases:
-            self._add(known, -1)
-            known.most_leases = num_held
-            self._add(known, 1)
+        pace = self.pace_of(generator_id)
+        if num_held > pace.most_leases:
+            self._add(pace, -1)
+            pace.most_leases = num_held
+            self._add(pace, 1)
 
     def ended(self, generator_id: str, tokens: int, issued_at: float, now: float, *, is_returned: bool) -> None:
         """Record a training lease of ``issued_at`` that has ended, in which ``tokens`` tokens were sampled."""
-        known = self.pace_of(generator_id)
-        if known.warm_at is None:
-            known.warm_at = now
-        if issued_at < known.warm_at:
+        pace = self.pace_of(generator_id)
+        if pace.warm_at is None:
+            pace.warm_at = now
+        if issued_at < pace.warm_at:
             return
-        self._add(known, -1)
-        if known.groups >= _REMEMBERED_GROUPS:
-            known.tokens, known.lease_s, known.groups = known.tokens / 2, known.lease_s / 2, known.groups / 2
-        known.tokens += tokens
-        known.lease_s += max(0.0, now - issued_at)
-        known.groups += is_returned
-        known.is_on_trial = False
-        self._add(known, 1)
+        self._add(pace, -1)
+        if pace.groups >= _REMEMBERED_GROUPS:
+            pace.tokens, pace.lease_s, pace.groups = pace.tokens / 2, pace.lease_s / 2, pace.groups / 2
+        pace.tokens += tokens
+        pace.lease_s += max(0.0, now - issued_at)
+        pace.groups += is_returned
+        pace.is_on_trial = False
+        self._add(pace, 1)
 
     def check(self, generator_id: str, window: Window, now: float, others_sample: Callable[[], bool]) -> str:
         """Return why a generator is too slow for a lease at ``now``; empty if it is not.
 
         ``others_sample`` tells whether another generator samples at all. It is called only if this one is slow.
         """
-        known = self.pace_of(generator_id)
-        if known.trial_at is not None and now >= known.trial_at:
-            self._add(known, -1)
-            known.forget()
-            self._add(known, 1)
-        group_s, others_s = self._group_s(known)
-        others = self._groups_per_s - known.groups_per_s
-        batch_s = max(window.learner_s, window.groups_per_step / others) if others > 0 else math.inf
+        pace = self.pace_of(generator_id)
+        if pace.trial_at is not None and now >= pace.trial_at:
+            self._add(pace, -1)
+            pace.forget()
+            self._add(pace, 1)
+        group_s, others_s = self._group_s(pace)
+        others_per_s = self._groups_per_s - pace.groups_per_s
+        batch_s = max(window.learner_s, window.groups_per_step / others_per_s) if others_per_s > 0 else math.inf
         is_slow = group_s >= TIMES_SLOWER * others_s and group_s > window.batches * batch_s
         if not is_slow or not others_sample():
-            known.trial_at, known.why = None, ""
+            pace.trial_at, pace.why = None, ""
             return ""
-        if known.trial_at is None:
-            known.trial_at = now + TRIAL_AFTER * group_s
-        known.why = (
+        if pace.trial_at is None:
+            pace.trial_at = now + TRIAL_AFTER * group_s
+        pace.why = (
             f"too slow for a staleness bound of {window.max_staleness}: a group takes it about {_show(group_s)} s "
             f"(the others {_show(others_s)} s), in which the run trains {group_s / batch_s:.3g} batches without it; it "
-            f"still gets evaluations, and is tried again in {_show(known.trial_at - now)} s"
+            f"still gets evaluations, and is tried again in {_show(pace.trial_at - now)} s"
         )
-        return known.why
+        return pace.why
 
-    def _group_s(self, known: Pace) -> tuple[float, float]:
+    def _group_s(self, pace: Pace) -> tuple[float, float]:
         """Return how long a group takes on this generator, and on the others; 0, 0 if too little is known."""
-        tokens, lease_s = self._tokens - known.tokens, self._lease_s - known.lease_s
-        groups = self._groups - known.groups
+        tokens, lease_s = self._tokens - pace.tokens, self._lease_s - pace.lease_s
+        groups = self._groups - pace.groups
         if groups < _EVIDENCE or min(tokens, lease_s) <= 0:
             return 0.0, 0.0
         others_s = lease_s / groups
-        if known.lease_s < _EVIDENCE * others_s:
+        if pace.lease_s < _EVIDENCE * others_s:
             return 0.0, 0.0
         # A generator that has sampled nothing counts as if it had sampled one token.
-        times_slower = tokens / lease_s * known.lease_s / max(1.0, known.tokens)
+        times_slower = tokens / lease_s * pace.lease_s / max(1.0, pace.tokens)
         return times_slower * others_s, others_s
 
-    def _add(self, known: Pace, sign: int) -> None:
-        self._tokens += sign * known.tokens
-        self._lease_s += sign * known.lease_s
-        self._groups += sign * known.groups
-        self._groups_per_s += sign * known.groups_per_s
+    def _add(self, pace: Pace, sign: int) -> None:
+        self._tokens += sign * pace.tokens
+        self._lease_s += sign * pace.lease_s
+        self._groups += sign * pace.groups
+        self._groups_per_s += sign * pace.groups_per_s
 
 
 def _show(number: float) -> str:

@@ -142,7 +142,7 @@ def _load_evaluations(
                 )
             evaluation.todo.remove(row)
             state.evals.answer(evaluation, row, answer)
-    return [a.ref for found in answers.values() for a in found.values() if a.ref is not None]
+    return [a.ref for by_row in answers.values() for a in by_row.values() if a.ref is not None]
 
 
 def _load_curriculum(state: QueueState, entries: Entries) -> None:
@@ -204,18 +204,18 @@ def read_snapshot(state: QueueState, data: bytes, *, step: int, version: int) ->
     Raises:
         QueueError: it is damaged, or its step, version or training rows differ from the learner's.
     """
-    found = _decode_snapshot(data)
-    learner = found.state.learner
+    decoded = _decode_snapshot(data)
+    learner = decoded.state.learner
     if learner is None or (learner.step, learner.version) != (step, version):
         got = "one without a learner" if learner is None else f"one of step {learner.step} at version {learner.version}"
         raise QueueError(
             f"expected a snapshot of step {step} at version {version} in the checkpoint, got {got}; {_OLDER_CHECKPOINT}"
         )
     # A fork with other data has no digest of the rows that it will get.
-    is_other = found.state.data_digest not in ("", state.data_digest)
+    is_other = decoded.state.data_digest not in ("", state.data_digest)
     if is_other and not state.settings.accepts_changed_data:
-        raise _changed_data("the checkpoint", found.state, state)
-    return found
+        raise _changed_data("the checkpoint", decoded.state, state)
+    return decoded
 
 
 def _decode_snapshot(data: bytes) -> Snapshot:
@@ -264,34 +264,34 @@ def _encode_snapshot(snapshot: Snapshot) -> bytes:
     return xxhash.xxh3_128_digest(frame) + frame
 
 
-def restore(state: QueueState, found: Snapshot | None) -> None:
-    """Replace the state by a snapshot, or by an empty state if ``found`` is None.
+def restore(state: QueueState, restored: Snapshot | None) -> None:
+    """Replace the state by a snapshot, or by an empty state if ``restored`` is None.
 
     The prompts of groups that are no longer stored are requeued.
     """
-    saved = PersistedState() if found is None else found.state
+    saved = PersistedState() if restored is None else restored.state
     kept = {name: getattr(state, name) for name in KEPT_AT_RESTORE}
     kept |= {name: getattr(state, name) or getattr(saved, name) for name in KNOWN_AT_RESTORE}
     ledger, eval_ledger = saved.ledger.restored_over(state.ledger), saved.eval_ledger.restored_over(state.eval_ledger)
     state.adopt(replace(saved, ledger=ledger, eval_ledger=eval_ledger, **kept))
     drop_undelivered(state, "rolled_back")
-    state.stream.curriculum.replace(*(({}, {}) if found is None else (found.rates, found.places)))
-    _restore_groups(state, found)
+    state.stream.curriculum.replace(*(({}, {}) if restored is None else (restored.rates, restored.places)))
+    _restore_groups(state, restored)
 
 
-def _restore_groups(state: QueueState, found: Snapshot | None) -> None:
+def _restore_groups(state: QueueState, restored: Snapshot | None) -> None:
     """Make the snapshot's groups that are still stored ready to be taken, and drop all other groups."""
     here = {group.lease_id: group for group in (*state.queued, *state.taken)}
-    wanted = [] if found is None else found.groups
-    stored = [here.get(group.lease_id) or state.snapshot_refs.get(group.lease_id) for group in wanted]
+    groups = [] if restored is None else restored.groups
+    stored = [here.get(group.lease_id) or state.snapshot_refs.get(group.lease_id) for group in groups]
     kept = [group for group in stored if group is not None]
     state.queued = ReadyGroups(kept)
     state.set_taken(())
     for group in kept:
         state.changes.put("group", group.lease_id, GroupRecord(group))
     key, released = None, []
-    if found is not None and found.state.learner is not None:
-        key = snapshot_key(found.state.learner.lineage, found.state.learner.step)
+    if restored is not None and restored.state.learner is not None:
+        key = snapshot_key(restored.state.learner.lineage, restored.state.learner.step)
         released = state.snapshot_refs.add(key, kept)
     released += state.snapshot_refs.release_all_but(key)
     state.release_refs(released)
@@ -299,7 +299,7 @@ def _restore_groups(state: QueueState, found: Snapshot | None) -> None:
     for group in here.values():
         if group.lease_id not in state.queued and group.lease_id not in pinned:
             state.forget_group(group)
-    for group, there in zip(wanted, stored, strict=True):
+    for group, there in zip(groups, stored, strict=True):
         if there is None:
             state.ledger.drop("queued", "rolled_back", group.num_rollouts, group.num_tokens)
             state.stream.requeue(group.position)
@@ -398,11 +398,11 @@ def excluded(state: QueueState) -> list[dict[str, Any]]:
 
     ``row`` is the row's index in the loaded data set. It starts at 0 and does not count malformed rows.
     """
-    found: list[dict[str, Any]] = []
+    prompts: list[dict[str, Any]] = []
     for position, cause in state.last_excluded.items():
         row, epoch = state.stream.locate(position)
-        found.append({"position": position, "row": row, "epoch": epoch, "cause": cause})
-    return found
+        prompts.append({"position": position, "row": row, "epoch": epoch, "cause": cause})
+    return prompts
 
 
 def _leases(state: QueueState) -> list[dict[str, Any]]:

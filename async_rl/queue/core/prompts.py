@@ -182,10 +182,10 @@ class PromptStream:
         Requeued positions come first, but those that ``avoid`` names come last, the one with the fewest ``tries``
         first. Rows that the curriculum passes over are counted in the cursor, also if None is returned.
         """
-        found = pop_first(self.cursor.requeued, avoid)
-        if found is None:
-            found = self._draw_new()
-        return pop_least(self.cursor.requeued, tries) if found is None and self.cursor.requeued else found
+        position = pop_first(self.cursor.requeued, avoid)
+        if position is None:
+            position = self._draw_new()
+        return pop_least(self.cursor.requeued, tries) if position is None and self.cursor.requeued else position
 
     def _draw_new(self) -> int | None:
         position = self.cursor.position
@@ -239,10 +239,10 @@ def pop_first(heap: list[int], avoid: Callable[[int], bool]) -> int | None:
     avoided: list[int] = []
     while heap and avoid(heap[0]):
         avoided.append(heapq.heappop(heap))
-    found = heapq.heappop(heap) if heap else None
+    lowest = heapq.heappop(heap) if heap else None
     for number in avoided:
         heapq.heappush(heap, number)
-    return found
+    return lowest
 
 
 def pop_least(heap: list[int], tries: Callable[[int], int]) -> int:
@@ -250,10 +250,10 @@ def pop_least(heap: list[int], tries: Callable[[int], int]) -> int:
 
     So each of them gets its turn: the lowest one may fail for ever, and the others only during an outage.
     """
-    found = min(heap, key=lambda number: (tries(number), number))
-    heap.remove(found)
+    least_tried = min(heap, key=lambda number: (tries(number), number))
+    heap.remove(least_tried)
     heapq.heapify(heap)
-    return found
+    return least_tried
 
 
 # Sources that take turns.
@@ -349,11 +349,11 @@ def chance(config: CurriculumConfig, rate: float) -> float:
 
 def rows_by_source(names: Iterable[str]) -> dict[str, np.ndarray]:
     """Return the rows of each named source, int64, in the order of their first rows. ``names`` has one for each row."""
-    found: dict[str, list[int]] = {}
+    rows_of: dict[str, list[int]] = {}
     for row, name in enumerate(names):
         if name:
-            found.setdefault(name, []).append(row)
-    return {name: np.asarray(rows) for name, rows in found.items()}
+            rows_of.setdefault(name, []).append(row)
+    return {name: np.asarray(rows) for name, rows in rows_of.items()}
 
 
 class Curriculum:
@@ -406,17 +406,17 @@ class Curriculum:
 
     def rates(self) -> dict[int, PassRate]:
         """Return the pass rate of every row that has one."""
-        known = np.flatnonzero(~np.isnan(self._rates)).tolist()
-        return {row: PassRate(float(self._rates[row]), int(self._epochs[row])) for row in known}
+        rated_rows = np.flatnonzero(~np.isnan(self._rates)).tolist()
+        return {row: PassRate(float(self._rates[row]), int(self._epochs[row])) for row in rated_rows}
 
     def replace(self, rates: Mapping[int, PassRate], places: Mapping[int, Place]) -> None:
         """Replace all records by those of a snapshot or of the journal. Rates of rows that don't exist are left out."""
-        rates = {row: known for row, known in rates.items() if row < len(self._rates)}
+        rates = {row: pass_rate for row, pass_rate in rates.items() if row < len(self._rates)}
         for row in self.rates().keys() - rates.keys():
             self._rates[row] = np.nan
             self.changes.delete("pass_rate", str(row))
-        for row, known in rates.items():
-            self._set(row, known)
+        for row, pass_rate in rates.items():
+            self._set(row, pass_rate)
         for position in list(self.places):
             self.close_place(position)
         for position, place in places.items():
@@ -441,16 +441,16 @@ class Curriculum:
 
     def _figures(self, prefix: str, aside: np.ndarray, rows: np.ndarray) -> Iterator[tuple[str, float]]:
         rates = self._rates[rows]
-        known = rates[~np.isnan(rates)]
+        known_rates = rates[~np.isnan(rates)]
         yield f"{prefix}/aside", float(aside[rows].mean())
-        yield f"{prefix}/known", len(known) / len(rates)
-        if len(known):
-            yield f"{prefix}/pass_rate", float(known.mean())
+        yield f"{prefix}/known", len(known_rates) / len(rates)
+        if len(known_rates):
+            yield f"{prefix}/pass_rate", float(known_rates.mean())
 
     def _is_outside(self, rate: float) -> bool:
         low, high = self._config.unsolved_at, self._config.solved_at
         return (low is not None and rate <= low) or (high is not None and rate >= high)
 
-    def _set(self, row: int, known: PassRate) -> None:
-        self._rates[row], self._epochs[row] = known.rate, known.epoch
-        self.changes.put("pass_rate", str(row), known)
+    def _set(self, row: int, pass_rate: PassRate) -> None:
+        self._rates[row], self._epochs[row] = pass_rate.rate, pass_rate.epoch
+        self.changes.put("pass_rate", str(row), pass_rate)

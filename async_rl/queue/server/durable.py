@@ -146,15 +146,15 @@ class DurableState:
         return self._config.learner.steps > learner.num_steps or has_data
 
     def _load_records(self, journal: Journal) -> None:
-        found = journal.load()
-        if found is None:
+        journaled = journal.load()
+        if journaled is None:
             return
-        if not {"queue", "handlers"} <= found.state.keys():
-            raise DamagedJournalError(f"expected records of queue and handlers, got {sorted(found.state)}")
-        welcome = unpack(found.state["welcome"]) if "welcome" in found.state else None
+        if not {"queue", "handlers"} <= journaled.state.keys():
+            raise DamagedJournalError(f"expected records of queue and handlers, got {sorted(journaled.state)}")
+        welcome = unpack(journaled.state["welcome"]) if "welcome" in journaled.state else None
         rows, now = self.handlers.eval_rows, time.monotonic()
         samplings = {name: eval_sampling(self._config, name) for name in rows}
-        refs = persistence.load(self.state, found.entries, found.state["queue"], rows, samplings, now)
+        refs = persistence.load(self.state, journaled.entries, journaled.state["queue"], rows, samplings, now)
         learner = self.state.learner
         if learner is not None and learner.finished and self._goes_on(learner):
             learner.finished = False
@@ -164,7 +164,7 @@ class DurableState:
             raise DamagedJournalError(f"its records are of different commits: {error}") from error
         if lost := journal.adopt(refs):
             logger.warning("%d payloads are lost: their files are missing or too short, first %s", len(lost), lost[0])
-        self.handlers.load(unpack(found.state["handlers"]), found.entries["granted"], welcome)
+        self.handlers.load(unpack(journaled.state["handlers"]), journaled.entries["granted"], welcome)
         self._saved_welcome = self.handlers.welcome
         # Loading must not count as a change.
         self._changes.drain()

@@ -70,41 +70,29 @@ class Change(NamedTuple):
 class Changes:
     """The records that the queue's core has changed since the last commit, each with its newest fields.
 
-    The server takes them once in each turn of its loop, and commits them before it sends a reply of that turn. A record
-    that was added and deleted in between is never written. If ``is_wanted`` is False (there is no journal), nothing is
-    collected.
+    The server takes them once in each turn of its loop, and commits them before it sends a reply of that turn. If
+    ``is_wanted`` is False (there is no journal), nothing is collected.
     """
 
     def __init__(self, *, is_wanted: bool = True) -> None:
         self._is_wanted = is_wanted
         self._noted: dict[tuple[Kind, str], Any] = {}
-        self._fresh: set[tuple[Kind, str]] = set()
 
-    def put(self, kind: Kind, key: str, fields: Any, *, is_new: bool = False) -> None:
+    def put(self, kind: Kind, key: str, fields: Any) -> None:
         """Record that the core has added or replaced a record.
 
-        If ``fields`` is mutable, its state at ``drain`` is written. ``is_new`` says that no commit has this key. If the
-        record is deleted before the next ``drain``, nothing is written.
+        If ``fields`` is mutable, its state at ``drain`` is written.
         """
         if self._is_wanted:
-            if is_new:
-                self._fresh.add((kind, key))
             self._noted[kind, key] = fields
 
     def delete(self, kind: Kind, key: str) -> None:
         """Record that the core has deleted the record with this kind and key."""
-        if not self._is_wanted:
-            return
-        if (kind, key) in self._fresh:
-            self._fresh.discard((kind, key))
-            del self._noted[kind, key]
-        else:
-            self._noted[kind, key] = None
+        self.put(kind, key, None)
 
     def drain(self) -> list[Change]:
         """Return the changes since the last call, and forget them."""
         noted, self._noted = self._noted, {}
-        self._fresh.clear()
         return [Change(kind, key, fields) for (kind, key), fields in noted.items()]
 
 
