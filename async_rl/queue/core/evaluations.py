@@ -79,27 +79,17 @@ class Evaluation:
         return Prompt(row, row, 0, self.rows[row].messages, self.rows[row].reward_data)
 
     def give_back(self, row: int) -> None:
-        """Put a row back whose lease ended without a failure. This does not count as a failed attempt."""
+        """Put a row back, to be sampled again."""
         heapq.heappush(self.todo, row)
 
     def take_row(self, avoid: Callable[[int], bool]) -> int:
         """Remove and return the first row of ``todo``; those that ``avoid`` names come last, the least tried first."""
-        found = pop_first(self.todo, avoid)
-        return pop_least(self.todo, lambda row: self.attempts(row).tries) if found is None else found
+        first = pop_first(self.todo, avoid)
+        return pop_least(self.todo, lambda row: self.attempts(row).tries) if first is None else first
 
     def attempts(self, row: int) -> Attempts:
         """Return the failed attempts to sample a row, to be changed."""
         return self.request.attempts.setdefault(row, Attempts())
-
-    def lose(self, row: int, *, max_attempts: int, requeue: bool) -> bool:
-        """Put a row back whose attempt failed, or return True if it must be given up.
-
-        A row is given up after ``max_attempts`` failed attempts, or at once if ``requeue`` is False.
-        """
-        if requeue and self.attempts(row).failed < max_attempts:
-            heapq.heappush(self.todo, row)
-            return False
-        return True
 
     @property
     def progress_line(self) -> str:
@@ -152,10 +142,7 @@ class EvalBook:
         """Remove and return the answer to a row because its stored bytes are damaged. The row is sampled again."""
         answer = evaluation.answers.pop(row)
         evaluation.give_back(row)
-        self._changes.delete("answer", entry_key(evaluation.key, row))
-        if answer.ref is not None:
-            self.num_bytes -= answer.ref.disk_bytes
-            self._payloads.release(answer.ref)
+        self._delete_answer(evaluation.key, row, answer)
         return answer
 
     def __contains__(self, key: EvalKey) -> bool:
@@ -192,7 +179,10 @@ class EvalBook:
         del self._open[evaluation.key]
         self._changes.delete("evaluation", entry_key(evaluation.key))
         for row, answer in evaluation.answers.items():
-            self._changes.delete("answer", entry_key(evaluation.key, row))
-            if answer.ref is not None:
-                self.num_bytes -= answer.ref.disk_bytes
-                self._payloads.release(answer.ref)
+            self._delete_answer(evaluation.key, row, answer)
+
+    def _delete_answer(self, key: EvalKey, row: int, answer: Answer) -> None:
+        self._changes.delete("answer", entry_key(key, row))
+        if answer.ref is not None:
+            self.num_bytes -= answer.ref.disk_bytes
+            self._payloads.release(answer.ref)

@@ -231,7 +231,7 @@ def receive(
         verdict = _receive_answer(state, active, group, payload)
     else:
         verdict = _receive_training(state, learner, active, group, payload)
-    entry.note_returned(refused=False)
+    entry.returned.append(False)
     state.retries.note_good(active)
     return verdict, ""
 
@@ -246,7 +246,7 @@ def _note_refused(state: QueueState, generator_id: str, cause: str) -> None:
     """Count a refused group under ``cause``. Quarantine its generator if too many of its last groups were refused."""
     entry = state.generators.seen(generator_id, state.now)
     entry.refused[cause] += 1
-    entry.note_returned(refused=True)
+    entry.returned.append(True)
     state.generators.save(entry)
     # The journal must get the new counts even if nothing else has changed.
     state.revision += 1
@@ -464,9 +464,9 @@ def _grant_from_stream(
     pace = state.run_ahead.limit(state.now)
     leases: list[Lease] = []
     while len(leases) < max_leases:
-        if state.outstanding >= limit:
+        if state.ledger.groups.outstanding >= limit:
             return leases, _full(state, learner, version, limit)
-        if state.outstanding >= pace:
+        if state.ledger.groups.outstanding >= pace:
             state.run_ahead.hold(pace, state.now)
             return leases, LeasesGranted((), f"sampling is far enough ahead: {_groups_line(state, pace)}")
         used = state.group_bytes + state.leases.reserved
@@ -493,7 +493,7 @@ def _full(state: QueueState, learner: LearnerSide, version: int, limit: int) -> 
     if (
         announced is not None
         and announced > version
-        and state.outstanding < learner.group_limit(state.settings, announced)
+        and state.ledger.groups.outstanding < learner.group_limit(state.settings, announced)
     ):
         return LeasesGranted((), line, activate=announced)
     return LeasesGranted((), line)
@@ -509,7 +509,7 @@ def _issue_training(state: QueueState, learner: LearnerSide, generator_id: str, 
     attempts = state.attempts.get(position, Attempts())
     lease = build_lease(
         state, None, position, lease_id=_new_id(state, learner, "train", position), lineage=learner.lineage,
-        min_version=settings.oldest_for_lease(version=learner.version, outstanding=state.outstanding),
+        min_version=settings.oldest_for_lease(version=learner.version, outstanding=state.ledger.groups.outstanding),
         attempt=attempts.failed + attempts.stale + 1, version=version,
     )  # fmt: skip
     reserved, now = settings.reserved_bytes, state.now

@@ -126,9 +126,6 @@ class GeneratorEntry:
         self._logged_trouble, self._log_trouble_at = self.trouble, now + TROUBLE_LOG_S
         return True
 
-    def note_returned(self, *, refused: bool) -> None:
-        self.returned.append(refused)
-
     def record(self) -> GeneratorRecord:
         return GeneratorRecord(self.owner, dict(self.refused), list(self.returned), self.quarantined)
 
@@ -159,9 +156,6 @@ class GeneratorTable:
         """The generators that are quarantined because their leases fail, and maybe some that no longer are."""
         self._forget_at = 0.0
         self.paces = Paces()
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
     def seen(self, generator_id: str, now: float) -> GeneratorEntry:
         """Return the generator with this id, which has sent a message at ``now``. Add it if it is new.

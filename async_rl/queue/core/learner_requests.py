@@ -76,7 +76,7 @@ def attach(
     state.learner = LearnerSide.continued(before, lineage, step, num_steps, fork_version)
     state.waits_since = None
     state.run_ahead.attach()
-    state.drop_too_old(state.learner)
+    _drop_too_old(state, state.learner)
     state.revision += 1
 
 
@@ -204,7 +204,7 @@ def take(state: QueueState, lineage: str, step: int, version: int, now: float) -
     if state.taken:
         payloads = _read_again(state)
     else:
-        state.drop_too_old(learner)
+        _drop_too_old(state, learner)
         num_groups = _num_ready(state)
         is_over = learner.finished or not learner.steps_left
         if is_over or not num_groups or _must_wait(state, learner):
@@ -257,7 +257,7 @@ def ack(state: QueueState, ack: StepAck, now: float) -> Acked:
     _settle(state, learner, ack.trained)
     learner.advance(ack)
     state.filtered_since_step = state.filtered_right_since_step = 0
-    state.drop_too_old(learner)
+    _drop_too_old(state, learner)
     if not learner.steps_left:
         _end_training(state)
     state.revision += 1
@@ -301,6 +301,21 @@ def snapshot(state: QueueState, lineage: str, now: float) -> bytes:
     return persistence.snapshot(state, learner)
 
 
+def _drop_too_old(state: QueueState, learner: LearnerSide) -> None:
+    """Drop the queued groups that are too old to train on at the learner's version.
+
+    Unless ``on_stale`` is "mask", also end the leases whose groups will be too old. The prompts are requeued, or
+    excluded after too many late attempts.
+    """
+    oldest = state.settings.oldest_trainable(learner.version)
+    for group in state.queued.pop_older_than(oldest):
+        state.drop_group(group, "queued", "stale", requeue=True)
+    # Under "mask" a lease can always be trained: its newer tokens will be within the bound.
+    if state.settings.on_stale != "mask":
+        for active in state.leases.training_older_than(oldest):
+            state.lose_lease(active, "cancelled")
+
+
 def _end_training(state: QueueState) -> None:
     """Drop all queued groups and training leases as unused, because the last step is done."""
     for group in state.queued.pop_all():
@@ -318,13 +333,18 @@ def _end_training(state: QueueState) -> None:
 # Helpers of ``take``, ``ack`` and ``eval_results``.
 
 
+def _has_sampled_all(state: QueueState) -> bool:
+    """Return whether the data has ended: no prompt is left to sample, and no training lease is in flight."""
+    return state.stream.exhausted and not state.leases.num_training
+
+
 def _num_ready(state: QueueState) -> int:
     """Return the number of groups of the next step, 0 if too few are ready.
 
     If no prompt and no lease is left, no other group will come, and the groups that are ready are the last step.
     """
     num_queued, num_groups = len(state.queued), state.settings.groups_per_step
-    return min(num_queued, num_groups) if num_queued >= num_groups or state.has_sampled_all else 0
+    return min(num_queued, num_groups) if num_queued >= num_groups or _has_sampled_all(state) else 0
 
 
 def _pop_batch(state: QueueState, num_groups: int) -> tuple[tuple[StoredGroup, ...], list[Payload]]:
@@ -355,7 +375,14 @@ def _drop_damaged(state: QueueState, group: StoredGroup, error: DamagedPayloadEr
     state.stream.requeue(group.position)
     state.count_outcome("dropped", group)
     state.forget_group(group)
-    state.note_damage(error)
+    _note_damage(state, error)
+
+
+def _note_damage(state: QueueState, error: DamagedPayloadError) -> None:
+    """Count a group whose stored bytes are damaged, under the file in ``error``."""
+    state.damage[error.file] += 1
+    state.num_damaged += 1
+    state.revision += 1
 
 
 def _read_again(state: QueueState) -> list[Payload]:
@@ -384,7 +411,7 @@ def _not_ready(state: QueueState, learner: LearnerSide) -> NotReady:
     stop = stop_reason(state)
     if stop:
         return NotReady(stop, state.stats(), stop=stop)
-    if state.has_sampled_all:
+    if _has_sampled_all(state):
         return NotReady(diagnosis.why_ended(state), state.stats(), exhausted=True)
     if state.waits_since is not None:
         late = state.leases.training_older_than(state.settings.oldest_after_step(learner.version))
@@ -476,5 +503,5 @@ def _result(state: QueueState, evaluation: Evaluation) -> Evaluated[Payload | No
         except DamagedPayloadError as error:
             lost = state.evals.lose_answer(evaluation, row)
             state.eval_ledger.drop("queued", "rolled_back", lost.rollouts, lost.tokens)
-            state.note_damage(error)
+            _note_damage(state, error)
     return Evaluated(*evaluation.key, tuple(pairs)) if evaluation.done else None

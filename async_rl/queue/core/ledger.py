@@ -49,10 +49,14 @@ class Account(msgspec.Struct, array_like=True):
     dropped: Counter[str] = msgspec.field(default_factory=Counter)
 
     @property
+    def outstanding(self) -> int:
+        """The number of all that are in flight, queued or taken."""
+        return self.in_flight + self.queued + self.taken
+
+    @property
     def accounted(self) -> int:
         """The sum of all counters but ``entered``. The ledger is right only if this sum equals ``entered``."""
-        places = self.in_flight + self.queued + self.taken
-        return places + self.done + self.filtered + self.failed + self.masked.total() + self.dropped.total()
+        return self.outstanding + self.done + self.filtered + self.failed + self.masked.total() + self.dropped.total()
 
     def move(self, source: Place, amount: int) -> None:
         setattr(self, source, getattr(self, source) - amount)

@@ -246,11 +246,14 @@ class Retries:
 
         The arguments are as for ``lose_prompt``; without ``requeue`` the row is given up at once.
         """
-        self._note_attempt(evaluation.attempts(row), cause, generator_id, counts=counts)
-        is_given_up = evaluation.lose(row, max_attempts=self._settings.max_attempts, requeue=requeue)
+        attempts = evaluation.attempts(row)
+        self._note_attempt(attempts, cause, generator_id, counts=counts)
+        is_given_up = not requeue or attempts.failed >= self._settings.max_attempts
         self._evals.note(evaluation)
         if is_given_up:
             self._evals.answer(evaluation, row, Answer(None))
+        else:
+            evaluation.give_back(row)
         return is_given_up
 
     def exclude_too_long(self, position: int) -> None:

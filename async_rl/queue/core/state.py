@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from async_rl.errors import DamagedPayloadError, LineageError, QueueError
+from async_rl.errors import LineageError, QueueError
 from async_rl.net.wire import pack_plain
 from async_rl.queue.core import ledger as ledgers
 from async_rl.queue.core.admission import LearnerSide, QueueSettings
@@ -223,17 +223,6 @@ class QueueState(PersistedState):
         """The size in bytes of all groups that are queued or taken."""
         return self.queued.num_bytes + self.taken_bytes
 
-    @property
-    def outstanding(self) -> int:
-        """The number of training groups that are taken, in flight or queued."""
-        groups = self.ledger.groups
-        return groups.taken + groups.in_flight + groups.queued
-
-    @property
-    def has_sampled_all(self) -> bool:
-        """Whether the data has ended: no prompt is left to sample, and no training lease is in flight."""
-        return self.stream.exhausted and not self.leases.num_training
-
     def prompt(self, position: int) -> Prompt:
         index, epoch = self.stream.locate(position)
         row = self.rows[index]
@@ -312,12 +301,6 @@ class QueueState(PersistedState):
         self.forget_group(group)
         self.revision += 1
 
-    def note_damage(self, error: DamagedPayloadError) -> None:
-        """Count a group whose stored bytes are damaged, under the file in ``error``."""
-        self.damage[error.file] += 1
-        self.num_damaged += 1
-        self.revision += 1
-
     def forget_group(self, group: StoredGroup) -> None:
         """Delete the record and the bytes of a group that is neither ready nor taken.
 
@@ -347,20 +330,6 @@ class QueueState(PersistedState):
             reward=group.reward,
             accuracy=group.accuracy,
         )
-
-    def drop_too_old(self, learner: LearnerSide) -> None:
-        """Drop the queued groups that are too old to train on at the learner's version.
-
-        Unless ``on_stale`` is "mask", also end the leases whose groups will be too old. The prompts are requeued, or
-        excluded after too many late attempts.
-        """
-        oldest = self.settings.oldest_trainable(learner.version)
-        for group in self.queued.pop_older_than(oldest):
-            self.drop_group(group, "queued", "stale", requeue=True)
-        # Under "mask" a lease can always be trained: its newer tokens will be within the bound.
-        if self.settings.on_stale != "mask":
-            for active in self.leases.training_older_than(oldest):
-                self.lose_lease(active, "cancelled")
 
     def cancel_left_behind(self, learner: LearnerSide) -> None:
         """End the leases in flight whose groups will be too old once the learner has trained the batch that it took.

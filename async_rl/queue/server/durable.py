@@ -11,7 +11,6 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from async_rl.config.config import Config
 from async_rl.errors import DamagedJournalError
@@ -127,14 +126,10 @@ class DurableState:
         self._committed = -1
         self._unsaved: tuple[Sequence[Change], Mapping[str, bytes]] | None = None
         self._saved_welcome: WelcomePack | None = None
-        self._saved_handlers: tuple[Any, ...] = ()
 
     def _records(self) -> dict[str, bytes]:
-        """Return the records of queue and handlers. Those of the handlers are left out if they have not changed."""
-        records = {"queue": encode_state(self.state)}
-        if (key := self.handlers.saved_key) != self._saved_handlers:
-            self._saved_handlers = key
-            records["handlers"] = pack_plain(self.handlers.save())
+        """Return the records of queue and handlers. The welcome, which is large, is left out if it has not changed."""
+        records = {"queue": encode_state(self.state), "handlers": pack_plain(self.handlers.save())}
         if self.handlers.welcome is not self._saved_welcome:
             self._saved_welcome = self.handlers.welcome
             records["welcome"] = pack_plain(self.handlers.welcome)

@@ -433,11 +433,6 @@ class Handlers:
 
     # The part that outlives the server, so that a restarted one can answer repeated requests.
 
-    @property
-    def saved_key(self) -> tuple[Any, ...]:
-        """A value that changes whenever the result of ``save`` does."""
-        return self.run_id, self.learner_gone
-
     def save(self) -> dict[str, Any]:
         """Return the handlers' state as plain data for the journal.
 

@@ -26,7 +26,6 @@ from async_rl.errors import DamagedPayloadError, QueueError, StorageError, Stora
 Payload = bytes | bytearray | memoryview
 BLOCK_BYTES = 4096
 """What a file takes on disk is a multiple of this."""
-_COPY_BELOW_BYTES = 32 << 10
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE})
 """Error numbers that may stop by themselves or when space is freed: a full disk, a full quota, no free file
 descriptor."""
@@ -80,17 +79,6 @@ class PayloadStore(Protocol):
         ...
 
 
-def owned(payload: Payload) -> Payload:
-    """Return ``payload`` itself if it fills its whole buffer, else a copy, so that no larger buffer stays in memory.
-
-    A view of a part would keep the whole received message in memory. A small payload is always copied, because a small
-    message may share its buffer with others.
-    """
-    whole = payload.obj if isinstance(payload, memoryview) else payload
-    is_whole = len(payload) >= _COPY_BELOW_BYTES and memoryview(whole).nbytes == len(payload)
-    return payload if is_whole else bytes(payload)
-
-
 def digest_of(payload: Payload) -> int:
     """Return the xxh3_64 of a payload."""
     return xxhash.xxh3_64_intdigest(payload)
@@ -108,7 +96,8 @@ class MemoryPayloads:
 
     def keep(self, payload: Payload) -> PayloadRef:
         number = next(self._numbers)
-        self._payloads[number] = owned(payload)
+        # A copy: a view of a part would keep the whole received message in memory.
+        self._payloads[number] = bytes(payload)
         return PayloadRef(number, len(payload), digest=0)
 
     def read(self, ref: PayloadRef) -> Payload:
