@@ -17,7 +17,7 @@ A machine that loses power or its network ends no connection. The kernel's keepa
 libzmq's own heartbeats must not be used for that: its timer aborts this process if a peer has filled the receive queue
 and is gone (libzmq issue 4364).
 
-The queue server, the publisher of weights and the scorers use this module, in the thread that owns the socket.
+``net.service`` uses this module, in the thread that owns the socket.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ from collections.abc import Callable, Iterator
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from async_rl.errors import AddressError
-from async_rl.net.address import check_address, url_host
 from async_rl.net.keys import AllowList
 from async_rl.net.streams import UnauthenticatedPeers, descriptors_for_peers, raise_descriptor_limit, tcp_counts
 
@@ -61,7 +59,6 @@ KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 10, zmq.TCP_KEEPALIVE
 """The kernel asks a peer that was silent for 10 s every 5 s, and closes its connection after 4 questions without an
 answer."""
 _CLOSE_MS = 5000
-_BIND_AGAIN_S = 0.2
 
 Peer = tuple[str, int]
 """IP address and port of a connection's peer."""
@@ -70,43 +67,10 @@ _REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUT
 _EVENTS = _REFUSALS | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
 
 
-def bind_router(
-    router: zmq.Socket[bytes], address: str, *, max_bytes: int, receive_mark: int, send_mark: int, wait_s: float = 0.0
-) -> None:
-    """Bind a ROUTER socket that keeps no more than these numbers of messages of each connection, and drops none.
-
-    Args:
-        max_bytes: largest frame that a client may send.
-        receive_mark, send_mark: messages of one connection in ZeroMQ's memory. To send more raises ``zmq.Again``.
-        wait_s: how long to try again if the address is in use: an earlier process may be about to end.
-
-    Raises:
-        AddressError: the address is malformed, or can't be bound.
-    """
-    host, port = check_address(address)
-    router.setsockopt(zmq.IPV6, int(":" in host))
-    router.setsockopt(zmq.MAXMSGSIZE, max_bytes)
-    router.setsockopt(zmq.RCVHWM, receive_mark)
-    router.setsockopt(zmq.SNDHWM, send_mark)
-    # Without this option ZeroMQ would drop what has no room.
-    router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    # A client that reconnects uses its old routing id and takes the old connection's place.
-    router.setsockopt(zmq.ROUTER_HANDOVER, 1)
-    until_s = time.monotonic() + wait_s
-    while True:
-        try:
-            router.bind(f"tcp://{url_host(host)}:{port}")
-            return
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EADDRINUSE or time.monotonic() >= until_s:
-                raise AddressError(f"can't bind {address}: {error.strerror}; choose another port or host") from None
-        time.sleep(_BIND_AGAIN_S)
-
-
 class RouterConnections:
     """Counts the connections of ``router`` and shuts down those above a limit. Create it before ``router`` is bound.
 
-    The owner calls ``check`` in every turn of its loop.
+    The service calls ``check`` in every turn of its loop.
 
     Args:
         allow_list: the clients that ``router`` admits. None: any.
@@ -194,8 +158,8 @@ class RouterConnections:
             self._send_away_removed(self._allow_list)
 
     def shut_down(self, fd: int) -> None:
-        """End the connection with the descriptor ``fd`` because it is above a limit of the owner."""
-        self.num_closed += self._shut_down(fd)
+        """End the connection with the descriptor ``fd``, for a reason of the owner. It does not count as closed."""
+        self._shut_down(fd)
 
     def is_open(self, fd: int) -> bool:
         """Return whether the connection with this descriptor goes on. Its last messages may come after its end."""
@@ -236,7 +200,7 @@ class RouterConnections:
         self._forget(fd)
         try:
             with _borrowed(fd) as connection:
-                address = _peer_of(connection, self._port())
+                address = _peer_of(connection, self.port)
         except OSError:
             return  # it has ended already
         if address is None:
@@ -256,12 +220,14 @@ class RouterConnections:
         address = self._addresses.get(fd)
         self._forget(fd)
         with contextlib.suppress(OSError), _borrowed(fd) as connection:  # it may have ended meanwhile
-            if address is not None and _peer_of(connection, self._port()) == address:
+            if address is not None and _peer_of(connection, self.port) == address:
                 connection.shutdown(socket.SHUT_RDWR)
                 return True
         return False
 
-    def _port(self) -> int:
+    @property
+    def port(self) -> int:
+        """The port to which ``router`` is bound."""
         endpoint = self._router.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(endpoint, bytes)
         return int(endpoint.rstrip(b"\0").rsplit(b":", 1)[1])

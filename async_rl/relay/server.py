@@ -11,9 +11,9 @@ import logging
 import secrets
 import signal
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -21,9 +21,9 @@ import zmq
 
 from async_rl.config.config import Config
 from async_rl.errors import AddressError, ConfigError, WireError
-from async_rl.net.address import refuse_open_bind
-from async_rl.net.connections import RouterConnections, bind_router
-from async_rl.net.keys import Guard, ServerKeys
+from async_rl.net.address import check_address, refuse_open_bind
+from async_rl.net.keys import ServerKeys
+from async_rl.net.service import Peer, Service
 from async_rl.relay import messages
 from async_rl.relay.messages import FOR_RELAY, MAX_BYTES, RELAY, decode, encode, pack_number, unpack_number
 from async_rl.run.directory import RunDir
@@ -38,7 +38,7 @@ _HIGH_WATER_MARK = 8
 """Messages of one connection in ZeroMQ's memory, each way."""
 _MAX_RECEIVED = 256
 """Most messages that are received before others are sent."""
-_SEND_AGAIN_S, _LOOK_S = 0.005, 0.5
+_LOOK_S = 0.5
 _BIND_LIMIT_S = 10.0
 
 Outgoing = tuple[int, int, messages.ToFront | messages.ToProxy]
@@ -86,16 +86,11 @@ class Pairing:
 
 
 @dataclass(slots=True, eq=False)
-class _Peer:
-    """A connection. ``role`` is empty before its hello. ``moved_s`` is when it took a message, or had taken all."""
+class _Client(Peer):
+    """A connection. ``number`` is 0 before its first message, and ``role`` empty before its hello."""
 
-    number: int
-    identity: bytes
-    fd: int
-    moved_s: float
+    number: int = 0
     role: str = ""
-    unsent: deque[tuple[bytes, bytes | zmq.Frame]] = field(default_factory=deque)
-    num_unsent_bytes: int = 0
 
 
 class Relay:
@@ -107,164 +102,89 @@ class Relay:
 
     def __init__(self, address: str, keys: ServerKeys | None = None) -> None:
         self._pairing = Pairing()
-        self._by_identity: dict[bytes, _Peer] = {}
-        self._by_number: dict[int, _Peer] = {}
-        self._by_fd: dict[int, _Peer] = {}
-        self._blocked: set[_Peer] = set()
+        self._by_number: dict[int, _Client] = {}
         self._next_number = secrets.randbits(62) + 1
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        allow_list = None if keys is None else keys.allow_list()
-        self._connections = RouterConnections(
-            self._socket, allow_list=allow_list, max_connections=MAX_CONNECTIONS, on_ended=self._note_ended
-        )
-        self._guard: Guard | None = None
-        try:
-            if keys is not None and allow_list is not None:
-                self._guard = keys.guard(self._socket, self._context, allow_list)
-            bind_router(
-                self._socket, address, max_bytes=MAX_BYTES, receive_mark=_HIGH_WATER_MARK, send_mark=_HIGH_WATER_MARK,
-                wait_s=_BIND_LIMIT_S,
-            )  # fmt: skip
-        except AddressError:
-            self.close()
-            raise
+        host, port = check_address(address)
+        self._service = Service(
+            host, [port], keys, _Client, max_bytes=MAX_BYTES, receive_mark=_HIGH_WATER_MARK,
+            send_mark=_HIGH_WATER_MARK, max_unsent_bytes=MAX_UNSENT_BYTES, stall_s=STALL_S,
+            max_connections=MAX_CONNECTIONS, bind_limit_s=_BIND_LIMIT_S, on_ended=self._forget,
+        )  # fmt: skip
 
     def serve(self, is_over: Callable[[], bool]) -> None:
         """Relay messages until ``is_over``, which is called at least every half second."""
         poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        self._connections.register(poller)
+        self._service.register(poller)
         while not is_over():
-            wait_s = min(_LOOK_S, self._connections.check_within_s, _SEND_AGAIN_S if self._blocked else _LOOK_S)
-            poller.poll(round(wait_s * 1000))
-            self._connections.check()
-            for _ in range(_MAX_RECEIVED):
-                if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-                    break
-                self._receive(self._socket.recv_multipart(zmq.NOBLOCK, copy=False))
-            now_s = time.monotonic()
-            self._send_all(self._pairing.expire(now_s))
-            for peer in list(self._blocked):
-                self._flush(peer, now_s)
+            poller.poll(round(min(_LOOK_S, self._service.turn_within_s) * 1000))
+            for client, frames in self._service.receive(_MAX_RECEIVED):
+                if client.is_open:
+                    self._receive(client, frames)
+            self._send_all(self._pairing.expire(time.monotonic()))
+            self._service.flush()
 
     def finish(self) -> None:
         """Tell the proxies that the run is finished."""
-        self._send_all((peer.number, RELAY, messages.Finished()) for peer in self._of_role("proxy"))
+        self._send_all((proxy.number, RELAY, messages.Finished()) for proxy in self._of_role("proxy"))
+        self._service.flush()
 
     def close(self) -> None:
         """Close the socket."""
-        self._socket.close(linger=1000)
-        self._connections.close()
-        if self._guard is not None:
-            self._guard.stop()
-        self._context.term()
+        self._service.close()
 
-    def _receive(self, frames: Sequence[zmq.Frame]) -> None:
-        fd = int(frames[-1].get("__fd"))
-        if not self._connections.note_message(frames[-1]) or not self._connections.is_open(fd):
-            return
-        peer = self._peer_of(frames[0].bytes, fd)
+    def _receive(self, client: _Client, frames: Sequence[zmq.Frame]) -> None:
+        if not client.number:
+            client.number, self._next_number = self._next_number, self._next_number + 1
+            self._by_number[client.number] = client
         try:
-            if len(frames) != 3:
-                raise WireError(f"expected a message of two frames, got {len(frames) - 1}")
-            to = unpack_number(frames[1].buffer)
+            if len(frames) != 2:
+                raise WireError(f"expected a message of two frames, got {len(frames)}")
+            to = unpack_number(frames[0].buffer)
             if to == RELAY:
-                self._take(peer, frames[2])
-            elif peer.role:
-                self._forward(peer, to, frames[2])
+                self._take(client, frames[1])
+            elif client.role:
+                self._forward(client, to, frames[1])
         except WireError as error:
-            logger.warning("a connection is closed: %s", error)
-            self._connections.shut_down(fd)
+            self._service.disconnect(client, f"has sent a malformed message: {error}")
 
-    def _peer_of(self, identity: bytes, fd: int) -> _Peer:
-        known = self._by_identity.get(identity)
-        if known is not None and known.fd == fd:
-            return known
-        if known is not None:
-            self._forget(known)
-        peer = _Peer(self._next_number, identity, fd, time.monotonic())
-        self._next_number += 1
-        self._by_identity[identity] = self._by_number[peer.number] = self._by_fd[fd] = peer
-        return peer
-
-    def _take(self, peer: _Peer, frame: zmq.Frame) -> None:
+    def _take(self, client: _Client, frame: zmq.Frame) -> None:
         message = decode(frame.buffer, FOR_RELAY)
         if isinstance(message, messages.Hello):
-            peer.role = message.role
+            client.role = message.role
             self._tell_proxies()
-        elif isinstance(message, messages.Offer) and peer.role == "front":
-            self._send_all(self._pairing.offer(peer.number, message))
+        elif isinstance(message, messages.Offer) and client.role == "front":
+            self._send_all(self._pairing.offer(client.number, message))
         elif isinstance(message, messages.Withdraw):
-            self._pairing.withdraw(peer.number, message.key)
-        elif isinstance(message, messages.Want) and peer.role == "proxy":
-            self._send_all(self._pairing.want(peer.number, message, time.monotonic()))
+            self._pairing.withdraw(client.number, message.key)
+        elif isinstance(message, messages.Want) and client.role == "proxy":
+            self._send_all(self._pairing.want(client.number, message, time.monotonic()))
         # Anything else was meant for an earlier connection.
 
-    def _forward(self, peer: _Peer, to: int, frame: zmq.Frame) -> None:
+    def _forward(self, client: _Client, to: int, frame: zmq.Frame) -> None:
         receiver = self._by_number.get(to)
-        if receiver is None or receiver.role == peer.role:
-            self._send_all([(peer.number, to, messages.Gone())])
+        if receiver is None or receiver.role == client.role:
+            self._send_all([(client.number, to, messages.Gone())])
         else:
-            self._post(receiver, peer.number, frame, len(frame))
+            self._service.post(receiver, [pack_number(client.number), frame.buffer])
 
     def _tell_proxies(self) -> None:
         message = messages.Proxies(len(self._of_role("proxy")))
         self._send_all((front.number, RELAY, message) for front in self._of_role("front"))
 
-    def _of_role(self, role: str) -> list[_Peer]:
-        return [peer for peer in self._by_number.values() if peer.role == role]
+    def _of_role(self, role: str) -> list[_Client]:
+        return [client for client in self._by_number.values() if client.role == role]
 
     def _send_all(self, outgoing: Iterable[Outgoing]) -> None:
         for to, sender, message in list(outgoing):
             if (receiver := self._by_number.get(to)) is not None:
-                body = encode(message)
-                self._post(receiver, sender, body, len(body))
+                self._service.post(receiver, [pack_number(sender), encode(message)])
 
-    def _post(self, peer: _Peer, sender: int, body: bytes | zmq.Frame, num_bytes: int) -> None:
-        now_s = time.monotonic()
-        if not peer.unsent:
-            peer.moved_s = now_s
-        peer.unsent.append((pack_number(sender), body))
-        peer.num_unsent_bytes += num_bytes
-        self._flush(peer, now_s)
-
-    def _flush(self, peer: _Peer, now_s: float) -> None:
-        try:
-            while peer.unsent:
-                number, body = peer.unsent[0]
-                self._socket.send_multipart([peer.identity, number, body], zmq.NOBLOCK, copy=False)
-                peer.unsent.popleft()
-                peer.num_unsent_bytes -= len(body)
-                peer.moved_s = now_s
-            self._blocked.discard(peer)
-        except zmq.Again:
-            self._blocked.add(peer)
-            if peer.num_unsent_bytes > MAX_UNSENT_BYTES or now_s - peer.moved_s > STALL_S:
-                logger.warning("the connection of a %s is closed: it reads too slowly", peer.role or "client")
-                self._connections.shut_down(peer.fd)
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
-            self._forget(peer)
-
-    def _note_ended(self, fd: int) -> None:
-        if (peer := self._by_fd.get(fd)) is not None:
-            self._forget(peer)
-
-    def _forget(self, peer: _Peer) -> None:
-        if self._by_number.pop(peer.number, None) is None:
-            return
-        if self._by_identity.get(peer.identity) is peer:
-            del self._by_identity[peer.identity]
-        if self._by_fd.get(peer.fd) is peer:
-            del self._by_fd[peer.fd]
-        self._blocked.discard(peer)
-        peer.unsent.clear()
-        self._pairing.forget(peer.number)
-        if peer.role:
+    def _forget(self, client: _Client) -> None:
+        self._by_number.pop(client.number, None)
+        self._pairing.forget(client.number)
+        if client.role:
             self._send_all(
-                (other.number, peer.number, messages.Gone()) for other in self._by_number.values() if other.role
+                (other.number, client.number, messages.Gone()) for other in self._by_number.values() if other.role
             )
             self._tell_proxies()
 

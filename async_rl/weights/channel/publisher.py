@@ -21,6 +21,7 @@ import zmq
 from async_rl.errors import AddressError, WeightsError
 from async_rl.net.address import is_loopback, is_wildcard, refuse_open_collectives, refuse_open_stream
 from async_rl.net.keys import ServerKeys
+from async_rl.net.wake import Wake
 from async_rl.output import size_text
 from async_rl.weights import control
 from async_rl.weights.channel.transfer_manager import LastTransfer, TransferManager
@@ -38,7 +39,6 @@ from async_rl.weights.transport import (
     PullSettings,
     TransportSender,
 )
-from async_rl.weights.wake import Wake
 
 logger = logging.getLogger(__name__)
 

@@ -22,6 +22,7 @@ import zmq
 from async_rl.errors import AddressError, AsyncRLError, WeightsError, WireError
 from async_rl.net.address import check_address, is_loopback, local_host_towards, refuse_open_stream
 from async_rl.net.keys import ClientKeys
+from async_rl.net.wake import Wake
 from async_rl.queue.messages import Announcement
 from async_rl.weights import control
 from async_rl.weights.channel.engine_ranks import EngineRanks
@@ -34,7 +35,6 @@ from async_rl.weights.receive_buffers import ReceiveBuffers, ReceivedWeights
 from async_rl.weights.tcp.arrivals import Arrivals
 from async_rl.weights.tcp.peer_server import PeerServer
 from async_rl.weights.transport import ReceiveOrder
-from async_rl.weights.wake import Wake
 
 __all__ = ["Receiver", "ReceiverStats"]
 

@@ -32,3 +32,7 @@ class Wake:
     def wait(self, timeout_s: float) -> bool:
         """Wait until the flag is set. Return whether that happened within ``timeout_s``. The flag stays set."""
         return is_readable(self._reader.fileno(), timeout_s)
+
+    def close(self) -> None:
+        self._reader.close()
+        self._writer.close()
