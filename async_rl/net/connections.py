@@ -74,26 +74,25 @@ class RouterConnections:
 
     Args:
         allow_list: the clients that ``router`` admits. None: any.
-        max_connections: limit on authenticated connections. None computes it from the limit on open files.
+        max_connections: limit on authenticated connections. The limit on open files may lower it.
         on_ended: called with the descriptor of each connection that has ended.
 
     Attributes:
         num_refused: number of handshakes that were refused.
         num_closed: number of connections that were shut down because of a limit.
-        num_above: those of them that were more than ``most``.
-        most: the limit on authenticated connections.
+        num_above: those of them that were more than ``max_connections``.
+        max_connections: the limit on authenticated connections.
     """
 
     def __init__(
-        self, router: zmq.Socket[bytes], *, allow_list: AllowList | None, max_connections: int | None = None,
+        self, router: zmq.Socket[bytes], *, allow_list: AllowList | None, max_connections: int = MAX_CONNECTIONS,
         on_ended: Callable[[int], None] = lambda _: None,
     ) -> None:  # fmt: skip
         self.num_refused = self.num_closed = self.num_above = 0
         self._router, self._allow_list, self._on_ended = router, allow_list, on_ended
         self._keys: dict[int, bytes] = {}
         self._num_removed = 0 if allow_list is None else allow_list.num_removed
-        most = most_connections(raise_descriptor_limit())
-        self.most = most if max_connections is None else min(max_connections, most)
+        self.max_connections = min(max_connections, most_connections(raise_descriptor_limit()))
         self._unauthenticated: UnauthenticatedPeers[int] = UnauthenticatedPeers(
             most=MAX_UNAUTHENTICATED, most_of_address=MAX_UNAUTHENTICATED_OF_ADDRESS
         )
@@ -136,7 +135,7 @@ class RouterConnections:
             self._keys[fd] = key
         if not self._unauthenticated.remove(fd):
             return True
-        if len(self._addresses) - len(self._unauthenticated) > self.most:
+        if len(self._addresses) - len(self._unauthenticated) > self.max_connections:
             is_closed = self._shut_down(fd)
             self.num_closed, self.num_above = self.num_closed + is_closed, self.num_above + is_closed
             return False
@@ -238,8 +237,8 @@ def most_connections(max_descriptors: int) -> int:
 
     The limit leaves descriptors for files and for connections that libzmq accepts before they are counted.
     """
-    others = _RESERVED_DESCRIPTORS + _MONITOR_EVENTS + _READ_EVENTS + MAX_UNAUTHENTICATED
-    return min(MAX_CONNECTIONS, descriptors_for_peers(max_descriptors, others))
+    reserved = _RESERVED_DESCRIPTORS + _MONITOR_EVENTS + _READ_EVENTS + MAX_UNAUTHENTICATED
+    return min(MAX_CONNECTIONS, descriptors_for_peers(max_descriptors, reserved))
 
 
 @contextlib.contextmanager

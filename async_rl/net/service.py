@@ -152,14 +152,14 @@ class Service(Generic[P]):
         """Seconds after which ``receive`` and ``flush`` must be called again, even if nothing arrives."""
         return min(self.connections.check_within_s, self._send_again_s if self._waiting else float("inf"))
 
-    def receive(self, most: int) -> Iterator[tuple[P, Sequence[zmq.Frame]]]:
-        """Yield up to ``most`` arrived messages, each with the connection from which it came.
+    def receive(self, max_messages: int) -> Iterator[tuple[P, Sequence[zmq.Frame]]]:
+        """Yield up to ``max_messages`` that have arrived, each with the connection from which it came.
 
         Call it in every turn of the loop, because it also closes connections above a limit, and those of removed keys.
         """
         self.connections.check()
         self._log_counts(time.monotonic())
-        for _ in range(most):
+        for _ in range(max_messages):
             if not is_readable(self._socket):
                 return
             routing_id, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -245,8 +245,8 @@ class Service(Generic[P]):
                 except zmq.ZMQError as error:
                     if error.errno != zmq.EADDRINUSE or (address == addresses[-1] and time.monotonic() >= until):
                         raise AddressError(
-                            f"can't bind {' or '.join(addresses)}: {error.strerror}; end what listens there (ss -ltnp "
-                            f"shows it), or choose another port or host"
+                            f"can't bind {' to '.join(dict.fromkeys((addresses[0], address)))}: {error.strerror}; end "
+                            f"what listens there (ss -ltnp shows it), or choose another port or host"
                         ) from None
             time.sleep(_BIND_AGAIN_S)
 
@@ -333,7 +333,7 @@ class Service(Generic[P]):
             logger.warning(
                 "closed %d connections (%d since the start), because %d others are open, the most that this server "
                 "admits; if that is less than %d, raise the limit on open files (ulimit -Hn, or LimitNOFILE in "
-                "systemd)", new, self._above.count, counts.most, self._max_connections,
+                "systemd)", new, self._above.count, counts.max_connections, self._max_connections,
             )  # fmt: skip
         if new := self._closed.to_log(now):
             logger.warning(

@@ -76,13 +76,13 @@ class Pairing:
         self._wants = OrderedDict((want, until_s) for want, until_s in self._wants.items() if want[0] != number)
 
     def _pair(self) -> list[Outgoing]:
-        found: list[Outgoing] = []
+        outgoing: list[Outgoing] = []
         while self._offers and self._wants:
             (front, key), task = self._offers.popitem(last=False)
             (proxy, number), _ = self._wants.popitem(last=False)
             # The front must know whose session it is before the first request comes.
-            found += [(front, proxy, messages.Taken(key)), (proxy, front, messages.Session(number, key, task))]
-        return found
+            outgoing += [(front, proxy, messages.Taken(key)), (proxy, front, messages.Session(number, key, task))]
+        return outgoing
 
 
 @dataclass(slots=True, eq=False)

@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import queue
 import threading
 import time
-import uuid
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -26,8 +24,10 @@ import zmq
 
 from async_rl.errors import RewardError, WireError
 from async_rl.net.address import check_address
+from async_rl.net.caller import Caller
 from async_rl.net.keys import ClientKeys
 from async_rl.net.link import Link
+from async_rl.net.wake import Wake
 from async_rl.scoring.messages import (
     CHUNK_BYTES,
     MAX_PEER_BYTES,
@@ -176,10 +176,7 @@ class ScorerClient:
         self._waiting, self._reader = _Window(), AnswerReader()
         self._trouble, self._misfit, self._busy = "", "", ""
         self._lock, self._is_closed = threading.Lock(), False
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._wake_address = f"inproc://wake-{uuid.uuid4().hex}"
-        self._wake = self._context.socket(zmq.PAIR)
-        self._wake.bind(self._wake_address)
+        self._wake = Wake()
         self._thread = threading.Thread(target=self._run, name=f"scorer-{name}", daemon=True)
         self._thread.start()
 
@@ -210,10 +207,9 @@ class ScorerClient:
             if self._is_closed:
                 return
             self._is_closed = True
-            self._wake.send(b"")
+        self._wake.set()
         self._thread.join()
-        self._wake.close(linger=0)
-        self._context.term()
+        self._wake.close()
 
     def _ask(self, encode: Callable[[int], tuple[bytes, int]]) -> Future[tuple[np.ndarray, ...]]:
         """Post the question that ``encode`` makes of its number. ``encode`` also returns the size of its answer.
@@ -232,83 +228,51 @@ class ScorerClient:
                 future.set_exception(RewardError(f"the scorer {self._name}: {refusal}"))
                 return future
             self._asked.put((number, _Waiting(frame, len(frame) + expected, future)))
-            self._wake.send(b"")
+            self._wake.set()
         return future
 
     def _closed_error(self) -> RewardError:
         return RewardError(f"the scorer {self._name} was asked by a generator that ends; the prompt is sampled again")
 
     def _run(self) -> None:
-        dealer = self._dealer()
-        wake = self._context.socket(zmq.PAIR)
-        wake.connect(self._wake_address)
-        public_key = "" if self._keys is None else self._keys.public.decode()
-        link = Link(dealer, self._address, f"the scorer {self._name}", public_key)
-        poller = zmq.Poller()
-        for socket in (dealer, wake):
-            poller.register(socket, zmq.POLLIN)
-        link.register(poller)
-        dealer.connect(self._address)
+        # All questions are sent again after a reconnection, so none waits for it in libzmq.
+        caller = Caller(
+            self._address, f"the scorer {self._name}", self._keys, max_bytes=CHUNK_BYTES,
+            receive_mark=_RECEIVE_HIGH_WATER_MARK, send_mark=MAX_PEER_QUESTIONS, drops_unsent=True,
+        )  # fmt: skip
+        caller.poller.register(self._wake, zmq.POLLIN)
         try:
-            self._serve(dealer, wake, link, poller)
+            self._serve(caller)
         finally:
-            link.close()
-            dealer.close(linger=0)
-            wake.close(linger=0)
+            caller.close()
             while not self._asked.empty():
                 self._waiting.add(*self._asked.get())
             for waiting in self._waiting.pop_all():
                 waiting.future.set_exception(self._closed_error())
 
-    def _dealer(self) -> zmq.Socket[bytes]:
-        dealer = self._context.socket(zmq.DEALER)
-        # Whoever knows this id can take over the connection, so it is random.
-        dealer.setsockopt(zmq.IDENTITY, uuid.uuid4().hex.encode())
-        dealer.setsockopt(zmq.RECONNECT_IVL, 100)
-        dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
-        # Queue nothing while there is no connection: all questions are sent again when there is one.
-        dealer.setsockopt(zmq.IMMEDIATE, 1)
-        dealer.setsockopt(zmq.SNDHWM, MAX_PEER_QUESTIONS)
-        dealer.setsockopt(zmq.RCVHWM, _RECEIVE_HIGH_WATER_MARK)
-        dealer.setsockopt(zmq.MAXMSGSIZE, CHUNK_BYTES)
-        dealer.setsockopt(zmq.IPV6, int(":" in check_address(self._address)[0]))
-        if self._keys is not None:
-            self._keys.identify(dealer)
-        return dealer
-
-    def _serve(self, dealer: zmq.Socket[bytes], wake: zmq.Socket[bytes], link: Link, poller: zmq.Poller) -> None:
+    def _serve(self, caller: Caller) -> None:
         heard_at = answered_at = asked_again_at = time.monotonic()
-
-        def send(frame: bytes) -> bool:
-            try:
-                dealer.send(frame, zmq.NOBLOCK)
-            except zmq.Again:
-                return False
-            return True
-
         while not self._is_closed:
-            wait_s = min(_LOOK_S, self._waiting.seconds_to_send(time.monotonic()))
-            ready = dict(poller.poll(math.ceil(wait_s * 1000)))
+            has_connected = caller.wait(min(_LOOK_S, self._waiting.seconds_to_send(time.monotonic())))
             now = time.monotonic()
-            if wake in ready:
-                wake.recv()
-                if not self._waiting:
-                    heard_at = answered_at = now
-                while not self._asked.empty():
-                    self._waiting.add(*self._asked.get())
-            if dealer in ready:
+            self._wake.clear()
+            if not self._waiting:
+                heard_at = answered_at = now
+            while not self._asked.empty():
+                self._waiting.add(*self._asked.get())
+            for frames in caller.receive():
                 heard_at = now
-                if self._has_answer(dealer.recv_multipart(), now):
+                if self._has_answer([frame.bytes for frame in frames], now):
                     answered_at = now
             asks_again = bool(self._misfit) and now - asked_again_at > _ASK_AGAIN_S
-            if link.update() or asks_again:
+            if has_connected or asks_again:
                 asked_again_at = now
                 self._waiting.take_back_all()
-            if link.is_connected:
-                self._waiting.send(send, now)
+            if caller.link.is_connected:
+                self._waiting.send(lambda frame: caller.send([frame]), now)
             is_idle = not self._waiting
             self._note(
-                link, silent_s=0.0 if is_idle else now - heard_at, busy_s=0.0 if is_idle else now - answered_at
+                caller.link, silent_s=0.0 if is_idle else now - heard_at, busy_s=0.0 if is_idle else now - answered_at
             )  # fmt: skip
 
     def _has_answer(self, frames: list[bytes], now: float) -> bool:

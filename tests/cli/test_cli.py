@@ -287,7 +287,7 @@ def test_a_busy_port_is_refused_by_the_queue_itself(tmp_path: Path, capsys: pyte
         busy.listen()
         address = f"tcp://127.0.0.1:{busy.getsockname()[1]}"
         config = write_config(tmp_path, data=write_data(tmp_path), queue=f'address = "{address}"')
-        assert f"can't bind queue.address {address}" in refusal(capsys, "queue", str(config))
+        assert f"queue.address: can't bind {address}" in refusal(capsys, "queue", str(config))
     assert not (tmp_path / "run").exists()
 
 

@@ -14,7 +14,7 @@ import pytest
 import zmq
 
 from async_rl.net import connections
-from async_rl.net.connections import RouterConnections, most_connections
+from async_rl.net.connections import MAX_CONNECTIONS, RouterConnections, most_connections
 from async_rl.net.keys import ClientKeys, ServerKeys, make_keys
 from async_rl.net.streams import UnauthenticatedPeers, raise_descriptor_limit
 
@@ -58,7 +58,7 @@ class Router:
 
 
 @contextmanager
-def a_router(keys: Path | None = None, max_connections: int | None = None) -> Iterator[Router]:
+def a_router(keys: Path | None = None, max_connections: int = MAX_CONNECTIONS) -> Iterator[Router]:
     with zmq.Context() as context, ExitStack() as opened:
         router = context.socket(zmq.ROUTER)
         router.setsockopt(zmq.LINGER, 0)

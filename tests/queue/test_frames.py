@@ -6,8 +6,9 @@ import pytest
 import zmq
 
 from async_rl.errors import WireError
+from async_rl.net.frames import COPY_BELOW_BYTES, send_frames
 from async_rl.net.wire import Frame
-from async_rl.queue.client.connection import COPY_BELOW_BYTES, Connection, send_frames
+from async_rl.queue.client.connection import Connection
 from async_rl.queue.messages import Ping
 
 

@@ -24,12 +24,12 @@ import zmq
 from msgspec.structs import asdict
 
 from async_rl.errors import AsyncRLError
+from async_rl.net import caller
 from async_rl.net.codec import encode_group, read_as
+from async_rl.net.frames import send_frames
 from async_rl.net.keys import ClientKeys, make_keys
 from async_rl.net.wire import Frame, decode, encode, pack_plain
-from async_rl.queue.client import connection
 from async_rl.queue.client.clients import GeneratorQueue, LearnerQueue
-from async_rl.queue.client.connection import send_frames
 from async_rl.queue.core import generator_requests, persistence
 from async_rl.queue.core.state import QueueState, encode_state
 from async_rl.queue.messages import (
@@ -231,7 +231,7 @@ def fuzzed_server(servers: Any, tmp_path: Path, **experimental: Any) -> Iterator
         send_frames(socket, frames)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(connection, "send_frames", recording_send)
+        patch.setattr(caller, "send_frames", recording_send)
         client = Client(server.address, keys)
         fuzzer = Fuzzer(server.address, tmp_path / "keys" / "fuzzer.key", recorded)
         try:

@@ -20,8 +20,8 @@ from msgspec.structs import asdict
 
 from async_rl.errors import AddressError, IdInUseError, LineageError, QueueError, WireError
 from async_rl.net.address import check_address
+from async_rl.net.caller import Caller
 from async_rl.net.keys import ClientKeys
-from async_rl.net.link import Link
 from async_rl.net.wire import Frame, Limits, Message, decode, encode
 from async_rl.queue.messages import RECEIVE_HIGH_WATER_MARK, WIRE_TYPES
 
@@ -29,16 +29,8 @@ logger = logging.getLogger(__name__)
 
 RESEND_S = 5.0
 _RETRY_S = 0.02
-_LOOK_EVERY_S = 0.5
-"""How often to look for the cause while there is no connection."""
 _LIMITS = Limits(max_bytes=1 << 34, max_depth=None)
 """Limits on messages from the server. They are loose, because the server is trusted."""
-COPY_BELOW_BYTES = 1 << 20
-"""Frames below this size are copied when they are sent, because sending a frame without a copy costs a thread
-switch."""
-# As plain numbers: zmq combines its own flags in Python, which would cost time for every frame.
-_LAST, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
-_READABLE = int(zmq.POLLIN)
 
 
 @dataclass(slots=True)
@@ -70,8 +62,7 @@ class Connection:
     """
 
     def __init__(self, address: str, name: str, keys: ClientKeys | None = None, *, secret: str = "") -> None:
-        host, port = check_address(address)
-        if not port:
+        if not check_address(address)[1]:
             raise AddressError(
                 f"expected an address with a port, like tcp://127.0.0.1:5555, got {address!r}; add the queue's port"
             )
@@ -82,22 +73,8 @@ class Connection:
         self._num_outstanding: Counter[str] = Counter()
         self._waiting_since: float | None = None
         self._logged_trouble, self._logged_at = "", 0.0
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        # Whoever knows this id can take over the connection, so it is random.
-        self._socket.setsockopt(zmq.IDENTITY, f"{name[:60]}-{uuid.uuid4().hex}".encode())
-        self._socket.setsockopt(zmq.LINGER, 1000)
-        self._socket.setsockopt(zmq.RCVHWM, RECEIVE_HIGH_WATER_MARK)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
-        self._socket.setsockopt(zmq.IPV6, int(":" in host))
-        if keys is not None:
-            keys.identify(self._socket)
-        self.link = Link(self._socket, address, "the queue server", "" if keys is None else keys.public.decode())
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self.link.register(self._poller)
-        self._socket.connect(address)
+        self._caller = Caller(address, "the queue server", keys, name=name, receive_mark=RECEIVE_HIGH_WATER_MARK)
+        self.link, self._is_closed = self._caller.link, False
 
     @property
     def silent_s(self) -> float:
@@ -129,17 +106,10 @@ class Connection:
 
     def send_once(self, request: msgspec.Struct) -> bool:
         """Send a message that needs no reply. Return False if there is no connection, or after ``close``."""
-        if self._socket.closed:
+        if self._is_closed:
             return False
-        self._follow_link(time.monotonic())
-        if not self.link.is_connected:
-            return False
-        try:
-            fields = {**asdict(request), "secret": self._secret}
-            self._socket.send(encode(WIRE_TYPES[type(request)], fields), zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        return True
+        self._wait(0.0)
+        return self._caller.send([encode(WIRE_TYPES[type(request)], {**asdict(request), "secret": self._secret})])
 
     def forget(self, request_id: str) -> None:
         """Stop waiting for the reply to this request, and stop repeating the request."""
@@ -157,14 +127,9 @@ class Connection:
             now = time.monotonic()
             self._send_due(now)
             due = min((o.due_at for o in self._outstanding.values()), default=deadline)
-            left_s = min(due, deadline) - now
-            if not self.link.is_connected:
-                left_s = min(left_s, _LOOK_EVERY_S)
-            ready = [socket for socket, _ in self._poller.poll(max(1, int(left_s * 1000)) if left_s > 0 else 0)]
+            self._wait(min(due, deadline) - now)
             now = time.monotonic()
-            if len(ready) > (self._socket in ready) or not self.link.is_connected:
-                self._follow_link(now)
-            received = self._receive(now) if self._socket in ready else []
+            received = self._receive(now)
             self._update_silence(now, has_received=bool(received))
             if received or now >= deadline:
                 return received
@@ -193,13 +158,13 @@ class Connection:
 
     def close(self) -> None:
         """Close the socket. A second call does nothing."""
-        self.link.close()
-        self._socket.close()
-        self._context.term()
+        self._is_closed = True
+        self._caller.close(linger_ms=1000)
 
-    def _follow_link(self, now: float) -> None:
-        """Note whether the socket is connected. After a reconnection, send all requests again: some may be lost."""
-        if self.link.update():
+    def _wait(self, timeout_s: float) -> None:
+        """Wait for messages. After a reconnection, send all requests again: some may be lost."""
+        if self._caller.wait(timeout_s):
+            now = time.monotonic()
             for request in self._outstanding.values():
                 request.due_at = now
 
@@ -215,21 +180,16 @@ class Connection:
             self._try_send(unsent, now)
 
     def _try_send(self, requests: Sequence[Outstanding], now: float) -> None:
-        """Send requests as one multipart message. If there is no connection, or no room, try again later.
-
-        libzmq's own option for this, ``IMMEDIATE``, is not used: at the end of a connection it may lose messages that
-        have arrived and were not read yet, such as the last answer of a server that ends.
-        """
-        try:
-            if not self.link.is_connected:
-                raise zmq.Again
-            send_frames(self._socket, [frame for request in requests for frame in self._frames(request)])
-        except zmq.Again:
-            for request in requests:
-                request.due_at = now + _RETRY_S
-        else:
-            for request in requests:
+        """Send requests as one multipart message. If there is no connection, or no room, try again later."""
+        # While there is no connection, don't encode in vain.
+        is_sent = self.link.is_connected and self._caller.send(
+            [frame for request in requests for frame in self._frames(request)]
+        )
+        for request in requests:
+            if is_sent:
                 request.sent_at, request.due_at = now, now + RESEND_S + request.wait_s
+            else:
+                request.due_at = now + _RETRY_S
 
     def _frames(self, request: Outstanding) -> Sequence[Frame]:
         frame = encode(request.type, request.fields, num_parts=len(request.parts))
@@ -243,22 +203,24 @@ class Connection:
 
     def _receive(self, now: float) -> list[tuple[Outstanding | None, Message]]:
         received: list[tuple[Outstanding | None, Message]] = []
-        while is_readable(self._socket):
-            frame = self._socket.recv(zmq.NOBLOCK, copy=False)
-            try:
-                message = decode(frame.buffer, _LIMITS)
-                # All frames of a multipart message arrive together.
-                message = message.with_parts(
-                    self._socket.recv(zmq.NOBLOCK, copy=False).buffer for _ in range(message.num_parts)
-                )
-            except WireError as error:
-                raise WireError(f"the queue server at {self.address} sent a malformed message: {error}") from error
-            request_id = message.fields.get("request_id")
-            request = self._answered(request_id, message, now) if isinstance(request_id, str) else None
-            # Skip the answer to a repeat of a request that is already answered.
-            if request is not None or request_id is None:
-                received.append((request, message))
+        for frames in self._caller.receive():
+            while frames:
+                message, frames = self._first(frames)
+                request_id = message.fields.get("request_id")
+                request = self._answered(request_id, message, now) if isinstance(request_id, str) else None
+                # Skip the answer to a repeat of a request that is already answered.
+                if request is not None or request_id is None:
+                    received.append((request, message))
         return received
+
+    def _first(self, frames: list[zmq.Frame]) -> tuple[Message, list[zmq.Frame]]:
+        """Return the first message in ``frames``, with its parts, and the frames after it."""
+        try:
+            message = decode(frames[0].buffer, _LIMITS)
+            end = 1 + message.num_parts
+            return message.with_parts(frame.buffer for frame in frames[1:end]), frames[end:]
+        except WireError as error:
+            raise WireError(f"the queue server at {self.address} sent a malformed message: {error}") from error
 
     def _answered(self, request_id: str, message: Message, now: float) -> Outstanding | None:
         """Return the request that ``message`` answers. Remove the request unless more messages of the reply follow."""
@@ -278,30 +240,6 @@ class Connection:
             self._waiting_since = None
         elif has_received or self._waiting_since is None:
             self._waiting_since = now
-
-
-def is_readable(socket: zmq.Socket[bytes]) -> bool:
-    """Return whether a message has arrived at ``socket``.
-
-    This costs half as much as a poller or an exception of ``recv``.
-    """
-    return bool(int(socket.get(zmq.EVENTS)) & _READABLE)
-
-
-def send_frames(socket: zmq.Socket[bytes], frames: Sequence[Frame]) -> None:
-    """Send ``frames`` as one multipart message, all or none. Only small frames are copied.
-
-    Raises:
-        zmq.Again: the socket has no room. Only the first frame can raise it.
-    """
-    for left, frame in zip(reversed(range(len(frames))), frames):
-        flags = _MORE if left else _LAST
-        whole = frame.obj if isinstance(frame, memoryview) else None
-        if isinstance(whole, zmq.Frame) and len(whole) == len(frame):
-            # Forward a received frame without a copy: libzmq counts the references to it.
-            socket.send(whole, flags, copy=False)
-        else:
-            socket.send(frame, flags, copy=len(frame) < COPY_BELOW_BYTES)
 
 
 _ERRORS = {"lineage": LineageError, "id_in_use": IdInUseError}

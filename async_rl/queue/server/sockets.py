@@ -11,7 +11,6 @@ messages report.
 from __future__ import annotations
 
 import logging
-import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,16 +22,12 @@ from async_rl.config.queue import QueueConfig
 from async_rl.config.run import ExperimentalConfig
 from async_rl.errors import AddressError, QueueError, WireError
 from async_rl.net.address import advertised_address, check_address, refuse_open_bind, url_host
-from async_rl.net.connections import MAX_CONNECTIONS, RouterConnections
-from async_rl.net.keys import ALLOWED_FILE, DEFAULT_CLIENT, Guard, ServerKeys
+from async_rl.net.keys import DEFAULT_CLIENT, ServerKeys
+from async_rl.net.service import Peer, Service
 from async_rl.net.wire import SAME_VERSION, Frame, Limits, Message
-from async_rl.queue.client.connection import is_readable, send_frames
 from async_rl.queue.messages import RECEIVE_HIGH_WATER_MARK
 
 logger = logging.getLogger(__name__)
-
-LOG_EVERY_S = 10.0
-
 
 BLOCKED_S = 60.0
 """Seconds for which a peer is ignored after it sent too many malformed messages."""
@@ -48,23 +43,6 @@ _HEADER_BYTES = 256 << 10
 times."""
 _BUNDLE_BYTES = 1 << 20
 _ANY = "tcp://127.0.0.1:0"
-
-
-@dataclass(slots=True)
-class _LoggedCount:
-    """Counts events that peers can cause at will, so that they are logged only once in ``LOG_EVERY_S``."""
-
-    count: int = 0
-    _logged: int = 0
-    _logged_at: float = -LOG_EVERY_S
-
-    def to_log(self, now: float) -> int:
-        """Return the number of new events to log; 0 if there are none, or if the last log line is too recent."""
-        new = self.count - self._logged
-        if not new or now - self._logged_at < LOG_EVERY_S:
-            return 0
-        self._logged, self._logged_at = self.count, now
-        return new
 
 
 @dataclass(slots=True)
@@ -89,62 +67,52 @@ class Endpoint:
     def __init__(
         self, config: QueueConfig, rates: ExperimentalConfig, *, insecure: bool, last_port: int | None = None
     ) -> None:
-        self._config, self._max_malformed = config, rates.max_malformed_per_minute
+        self._max_malformed = rates.max_malformed_per_minute
         self._limiter = RateLimiter(
             max_messages_per_s=rates.max_messages_per_s, max_malformed_per_minute=rates.max_malformed_per_minute
         )
         self.limits = MessageLimits(config.max_bytes)
         self._outgoing: dict[bytes, list[_Bundle]] = {}
         self._current: zmq.Frame | None = None
-        self._refused, self._closed, self._dropped = _LoggedCount(), _LoggedCount(), _LoggedCount()
-        self._above = _LoggedCount()
-        refuse_open_bind(config.address or _ANY, insecure=insecure, has_keys=config.keys is not None)
-        keys = None if config.keys is None else ServerKeys.load(config.keys)
-        self._allowed = None if keys is None else keys.allow_list()
-        self._guard: Guard | None = None
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._connections = RouterConnections(self._socket, allow_list=self._allowed)
+        address = config.address or _ANY
+        refuse_open_bind(address, insecure=insecure, has_keys=config.keys is not None)
+        host, port = check_address(address)
+        shown_host, shown_port = check_address(advertised_address(address, config.advertise))
         try:
-            if keys is not None and self._allowed is not None:
-                self._guard = keys.guard(self._socket, self._context, self._allowed)
-            self.address = self._bind(last_port)
-        except BaseException:
-            self.close()
-            raise
+            self._service = Service(
+                host, [port] if port or last_port is None else [last_port, port],
+                None if config.keys is None else ServerKeys.load(config.keys), Peer,
+                max_bytes=self.limits.wire.max_bytes, receive_mark=RECEIVE_HIGH_WATER_MARK,
+            )  # fmt: skip
+        except AddressError as error:
+            raise AddressError(f"queue.address: {error}") from error
+        self.address = f"tcp://{url_host(shown_host)}:{shown_port or self._service.port}"
 
     def register(self, poller: zmq.Poller) -> None:
         """Make ``poller`` wake up for messages, and for connections that begin or end."""
-        poller.register(self._socket, zmq.POLLIN)
-        self._connections.register(poller)
+        self._service.register(poller)
 
     @property
     def most_connections(self) -> int:
         """The limit on clients: each generator has one connection, the learner two."""
-        return self._connections.most
+        return self._service.connections.max_connections
 
     @property
     def check_within_s(self) -> float:
         """Seconds after which ``receive`` must be called again, even if nothing arrives."""
-        return self._connections.check_within_s
+        return self._service.turn_within_s
 
-    def receive(self, most: int, now: float) -> Iterator[tuple[bytes, str, list[memoryview]]]:
-        """Yield up to ``most`` arrived messages as (peer, key, frames). Messages of peers above their rate are dropped.
+    def receive(self, max_messages: int, now: float) -> Iterator[tuple[bytes, str, list[memoryview]]]:
+        """Yield up to ``max_messages`` that have arrived, as (peer, key, frames). Drop those above a peer's rate.
 
         ``key`` is the client's public key, which CURVE has verified, or empty on a server without keys. Call this
         method in every turn of the loop, because it also closes connections above a limit, and those of removed keys.
         """
-        self._check_connections(now)
-        for _ in range(most):
-            if not is_readable(self._socket):
-                return
-            frames: Sequence[Any] = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            peer = bytes(frames[0].buffer)
-            if self._connections.note_message(frames[-1]) and self._limiter.admits(peer, now):
+        for peer, frames in self._service.receive(max_messages):
+            if self._limiter.admits(peer.routing_id, now):
                 self._current = frames[-1]
-                key = "" if self._allowed is None else str(self._current.get("User-Id"))
                 try:
-                    yield peer, key, [memoryview(frame.buffer) for frame in frames[1:]]
+                    yield peer.routing_id, peer.key, [memoryview(frame.buffer) for frame in frames]
                 finally:
                     self._current = None
 
@@ -168,40 +136,14 @@ class Endpoint:
         Raises:
             QueueError: the message was sent with another key.
         """
-        if self._allowed is None:
+        if self._service.allow_list is None:
             return
-        name = self._allowed.name_of(key.encode())
+        name = self._service.allow_list.name_of(key.encode())
         if name != DEFAULT_CLIENT:
             raise QueueError(
                 f"expected {type_!r} to be sent with the learner's key ({DEFAULT_CLIENT}.key), got the key of "
                 f"{name!r}, which is for generators; set the learner's queue.keys to the directory of this run's keys"
             )
-
-    def _check_connections(self, now: float) -> None:
-        """Close connections above a limit. Log their number, and the number of refused handshakes."""
-        self._connections.check()
-        self._refused.count, self._above.count = self._connections.num_refused, self._connections.num_above
-        self._closed.count = self._connections.num_closed - self._above.count
-        if new := self._refused.to_log(now):
-            why = (
-                f"the client has no key, or its key is not in {self._config.keys}/{ALLOWED_FILE}; give it a key that "
-                f"`async-rl keys new` made for this run"
-                if self._config.keys
-                else "the client uses keys, but this server has none; set queue.keys for both, or for neither"
-            )
-            logger.warning("refused %d connections (%d since the start): %s", new, self._refused.count, why)
-        if new := self._above.to_log(now):
-            logger.warning(
-                "closed %d connections (%d since the start), because %d others are open, the limit that follows from "
-                "the limit on open files; raise it (ulimit -Hn, or LimitNOFILE in systemd), up to %d connections", new,
-                self._above.count, self._connections.most, MAX_CONNECTIONS,
-            )  # fmt: skip
-        if new := self._closed.to_log(now):
-            logger.warning(
-                "closed %d connections (%d since the start) that sent no message in time, or too much before their "
-                "handshake; if they are not an attack, look for programs that connect to this port", new,
-                self._closed.count,
-            )  # fmt: skip
 
     def send(self, peer: bytes, frames: Sequence[Frame]) -> None:
         """Collect a message to ``peer`` (its frame and its parts) until the next ``flush``.
@@ -224,25 +166,14 @@ class Endpoint:
         outgoing, self._outgoing = self._outgoing, {}
         for peer, bundles in outgoing.items():
             for bundle in bundles:
-                try:
-                    send_frames(self._socket, [peer, *bundle.frames])
-                except zmq.Again:
-                    self._dropped.count += 1
-                    if new := self._dropped.to_log(time.monotonic()):
-                        logger.warning(
-                            "dropped %d replies, because their receivers do not read them (the last: %d bytes to peer "
-                            "%r); the receivers repeat their requests", new, bundle.num_bytes, peer,
-                        )  # fmt: skip
+                self._service.send(peer, bundle.frames)
 
     def send_now(self, peer: bytes, frames: Sequence[Frame]) -> None:
         """Send one message at once, before the collected ones. It must not report a change of the queue's state.
 
         A message to a peer that does not read is dropped.
         """
-        try:
-            send_frames(self._socket, [peer, *frames])
-        except zmq.Again:
-            self._dropped.count += 1
+        self._service.send(peer, frames)
 
     def discard(self) -> None:
         """Delete the collected messages without sending them."""
@@ -254,59 +185,26 @@ class Endpoint:
 
     def counters(self) -> dict[str, int]:
         """Return the numbers of malformed and rate-limited messages, refused handshakes and closed connections."""
-        limiter, connections = self._limiter, self._connections
+        limiter, connections = self._limiter, self._service.connections
         return {
             "malformed": limiter.num_malformed, "limited": limiter.num_limited,
             "refused_handshakes": connections.num_refused, "closed_connections": connections.num_closed,
         }  # fmt: skip
 
     def close(self) -> None:
-        self._socket.close()
-        self._connections.close()
-        if self._guard is not None:
-            self._guard.stop()
-        self._context.term()
+        self._service.close(linger_ms=2000)
 
     def _sender(self) -> str:
         """Return the public key of the current message's sender or, without keys, the sender's address, as text."""
-        frame, name = self._current, "User-Id" if self._config.keys else "Peer-Address"
+        frame, name = self._current, "Peer-Address" if self._service.allow_list is None else "User-Id"
         return f"{name} {frame.get(name)}" if frame is not None else "key and address unknown"
-
-    def _bind(self, last_port: int | None) -> str:
-        wanted = self._config.address or _ANY
-        host, port = check_address(wanted)
-        advertised = advertised_address(wanted, self._config.advertise)
-        socket = self._socket
-        socket.setsockopt(zmq.MAXMSGSIZE, self.limits.wire.max_bytes)
-        socket.setsockopt(zmq.RCVHWM, RECEIVE_HIGH_WATER_MARK)
-        socket.setsockopt(zmq.LINGER, 2000)
-        # A client that reconnects uses its old routing id and takes the old connection's place.
-        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        socket.setsockopt(zmq.IPV6, int(":" in host))
-        shown = url_host(host)
-        for candidate in [port] if port or last_port is None else [last_port, port]:
-            try:
-                socket.bind(f"tcp://{shown}:{candidate or '*'}")
-                break
-            except zmq.ZMQError as error:
-                if error.errno == zmq.EADDRINUSE and candidate != port:
-                    continue
-                raise AddressError(
-                    f"can't bind queue.address {wanted}: {error.strerror}; is another queue running there? Stop it, or "
-                    f"choose another address"
-                ) from error
-        bound = socket.getsockopt(zmq.LAST_ENDPOINT)
-        assert isinstance(bound, bytes)
-        bound_port = bound.decode().rsplit(":", 1)[1]
-        advertised_host, advertised_port = check_address(advertised)
-        return f"tcp://{url_host(advertised_host)}:{advertised_port or bound_port}"
 
 
 # Limits. Time comes as ``now``, in seconds.
 
 
 @dataclass(slots=True)
-class _Peer:
+class _Rates:
     """How many messages, and how many malformed ones, a peer may still send at the time ``at`` (token buckets)."""
 
     messages: float
@@ -321,7 +219,7 @@ class RateLimiter:
     def __init__(self, *, max_messages_per_s: float, max_malformed_per_minute: float) -> None:
         self._message_rate, self._malformed_rate = max_messages_per_s, max_malformed_per_minute / 60
         self._message_burst, self._malformed_burst = max(1.0, max_messages_per_s), max_malformed_per_minute
-        self._peers: OrderedDict[bytes, _Peer] = OrderedDict()
+        self._peers: OrderedDict[bytes, _Rates] = OrderedDict()
         self.num_malformed = self.num_limited = 0
 
     def __len__(self) -> int:
@@ -332,11 +230,11 @@ class RateLimiter:
 
         The peer gets no reply then.
         """
-        known = self._peer(peer, now)
-        if now < known.blocked_until or known.messages < 1:
+        rates = self._rates_of(peer, now)
+        if now < rates.blocked_until or rates.messages < 1:
             self.num_limited += 1
             return False
-        known.messages -= 1
+        rates.messages -= 1
         return True
 
     def note_malformed(self, peer: bytes, now: float) -> bool:
@@ -345,30 +243,30 @@ class RateLimiter:
         Return whether it sent too many, and is now ignored for ``BLOCKED_S``.
         """
         self.num_malformed += 1
-        known = self._peer(peer, now)
-        known.malformed -= 1
-        if known.malformed >= 0 or now < known.blocked_until:
+        rates = self._rates_of(peer, now)
+        rates.malformed -= 1
+        if rates.malformed >= 0 or now < rates.blocked_until:
             return False
-        known.malformed = self._malformed_burst
+        rates.malformed = self._malformed_burst
         self.block(peer, now)
         return True
 
     def block(self, peer: bytes, now: float) -> None:
         """Ignore this peer for ``BLOCKED_S``."""
-        self._peer(peer, now).blocked_until = now + BLOCKED_S
+        self._rates_of(peer, now).blocked_until = now + BLOCKED_S
 
-    def _peer(self, peer: bytes, now: float) -> _Peer:
-        known = self._peers.get(peer)
-        if known is None:
-            known = self._peers[peer] = _Peer(self._message_burst, self._malformed_burst, now)
+    def _rates_of(self, peer: bytes, now: float) -> _Rates:
+        rates = self._peers.get(peer)
+        if rates is None:
+            rates = self._peers[peer] = _Rates(self._message_burst, self._malformed_burst, now)
             if len(self._peers) > MAX_PEERS:
                 self._peers.popitem(last=False)
-            return known
+            return rates
         self._peers.move_to_end(peer)
-        passed_s, known.at = max(0.0, now - known.at), max(now, known.at)
-        known.messages = min(self._message_burst, known.messages + passed_s * self._message_rate)
-        known.malformed = min(self._malformed_burst, known.malformed + passed_s * self._malformed_rate)
-        return known
+        passed_s, rates.at = max(0.0, now - rates.at), max(now, rates.at)
+        rates.messages = min(self._message_burst, rates.messages + passed_s * self._message_rate)
+        rates.malformed = min(self._malformed_burst, rates.malformed + passed_s * self._malformed_rate)
+        return rates
 
 
 class MessageLimits:
@@ -390,11 +288,12 @@ class MessageLimits:
             WireError: the message is too large for its type, its arrays overlap (copies would be larger than the
                 frame), or a number in it is out of range.
         """
-        most = self._by_type.get(message.type, _SMALL_BYTES)
-        if num_bytes > most:
+        max_bytes = self._by_type.get(message.type, _SMALL_BYTES)
+        if num_bytes > max_bytes:
             remedy = "raise queue.max_bytes" if message.type in self._by_type else SAME_VERSION
             raise WireError(
-                f"expected at most {most} bytes in a {message.type[:40]!r} message, got {num_bytes} bytes; {remedy}"
+                f"expected at most {max_bytes} bytes in a {message.type[:40]!r} message, got {num_bytes} bytes; "
+                f"{remedy}"
             )
         claimed = sum(array.nbytes for array in message.arrays)
         if claimed > num_bytes:
