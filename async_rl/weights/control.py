@@ -12,7 +12,7 @@ means ``Ready`` for the next attempt, which then begins with ``StartCollective``
 
 A member that pulls from another member (``PeerOffer``) reports with ``PeerFailed`` that it goes on with the publisher.
 
-One thread uses a socket at a time. Another thread wakes it with ``wake.Wake``.
+One thread uses a socket at a time. Another thread wakes it with ``net.wake.Wake``.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ import zmq
 
 from async_rl.errors import AddressError, WeightsError, WireError
 from async_rl.net.address import url_host
+from async_rl.net.caller import Caller
 from async_rl.net.codec import read_as
-from async_rl.net.connections import RouterConnections
-from async_rl.net.keys import ClientKeys, Guard, ServerKeys
-from async_rl.net.link import Link
-from async_rl.net.streams import no_free_port
+from async_rl.net.keys import ClientKeys, ServerKeys
+from async_rl.net.service import Peer, Service
+from async_rl.net.wake import Wake
 from async_rl.net.wire import SAME_VERSION, Limits, decode, encode
 from async_rl.weights.peer_messages import PeerFailed, PeerOffer
 
@@ -43,6 +43,7 @@ _MAX_REASON = 2000
 _LINGER_MS = 500
 _HIGH_WATER_MARK = 64
 """Maximum number of messages of one member that wait in the socket's memory, in each direction."""
+_MAX_RECEIVED = 1000
 
 
 class CollectiveOffer(msgspec.Struct, frozen=True):
@@ -320,148 +321,96 @@ class MemberSocket:
     """
 
     def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        bind_host: str,
-        host: str,
-        keys: ServerKeys | None,
-        ports: Sequence[int] | None = None,
-    ) -> None:
+        self, bind_host: str, host: str, keys: ServerKeys | None, ports: Sequence[int] | None = None
+    ) -> None:  # fmt: skip
         self.num_malformed = 0
-        self._socket = context.socket(zmq.ROUTER)
-        self._allowed = None if keys is None else keys.allow_list()
-        self._connections = RouterConnections(self._socket, allow_list=self._allowed)
-        self._guard: Guard | None = None
-        if keys is not None and self._allowed is not None:
-            self._guard = keys.guard(self._socket, context, self._allowed)
-        self._socket.linger = 0
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, TO_PUBLISHER_LIMITS.max_bytes)
-        for option in (zmq.RCVHWM, zmq.SNDHWM):
-            self._socket.setsockopt(option, _HIGH_WATER_MARK)
-        self._socket.setsockopt(zmq.IPV6, int(":" in bind_host))
-        self.port = self._bind(bind_host, ports)
+        try:
+            self._service = Service(
+                bind_host, ports or (0,), keys, Peer, max_bytes=TO_PUBLISHER_LIMITS.max_bytes,
+                receive_mark=_HIGH_WATER_MARK, send_mark=_HIGH_WATER_MARK,
+            )  # fmt: skip
+        except AddressError as error:
+            raise AddressError(f"weights.port: {error}") from error
+        self.port = self._service.port
         self.address = channel(f"tcp://{url_host(host)}:{self.port}", keys.public if keys else None)
 
-    def _bind(self, host: str, ports: Sequence[int] | None) -> int:
-        """Bind the socket to the first free port of ``ports``, or to any free port. Return the port."""
-        for port in ("*",) if ports is None else ports:
-            try:
-                self._socket.bind(f"tcp://{url_host(host)}:{port}")
-            except zmq.ZMQError as error:
-                if error.errno == zmq.EADDRINUSE:
-                    continue
-                raise AddressError(
-                    f"can't listen for weights at {host}: {error}; check the network interfaces of this machine"
-                ) from error
-            bound = self._socket.getsockopt(zmq.LAST_ENDPOINT)
-            assert isinstance(bound, bytes)
-            return int(bound.rstrip(b"\0").rsplit(b":", 1)[1])
-        raise no_free_port(host, ports)
-
     def register(self, poller: zmq.Poller) -> None:
-        poller.register(self._socket, zmq.POLLIN)
-        self._connections.register(poller)
+        self._service.register(poller)
 
     def receive(self) -> Iterator[tuple[bytes, str, MemberMessage]]:
-        """Yield all messages that have arrived as (member id, key, message). Malformed ones are counted and skipped.
+        """Yield messages that have arrived as (member id, key, message). Malformed ones are counted and skipped.
 
         ``key`` is the sender's public key, which CURVE has verified, or empty on a publisher without keys.
 
         Call this in every turn of the loop, because it also closes connections above the limits, and those of removed
         keys.
         """
-        self._connections.check()
-        while True:
+        for peer, frames in self._service.receive(_MAX_RECEIVED):
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-            if not self._connections.note_message(frames[-1]):
-                continue
-            try:
-                if len(frames) != 2:
-                    raise WireError(f"expected a sender and a message, 2 frames, got {len(frames)}")
-                key = "" if self._guard is None else str(frames[1].get("User-Id"))
-                yield frames[0].bytes, key, decode_message(frames[1].bytes, TO_PUBLISHER, TO_PUBLISHER_LIMITS)
+                if len(frames) != 1:
+                    raise WireError(f"expected a message of one frame, got {len(frames)}")
+                message = decode_message(frames[0].bytes, TO_PUBLISHER, TO_PUBLISHER_LIMITS)
             except WireError:
                 self.num_malformed += 1
+            else:
+                yield peer.routing_id, peer.key, message
 
     @property
     def num_removed_keys(self) -> int:
         """How many keys the list of admitted clients has lost since the start."""
-        return 0 if self._allowed is None else self._allowed.num_removed
+        allow_list = self._service.allow_list
+        return 0 if allow_list is None else allow_list.num_removed
 
     def admits(self, key: str) -> bool:
         """Return whether a client with this public key is admitted. On a publisher without keys, all are."""
-        return self._allowed is None or self._allowed.name_of(key.encode()) is not None
+        allow_list = self._service.allow_list
+        return allow_list is None or allow_list.name_of(key.encode()) is not None
 
     def send(self, member_id: bytes, message: PublisherMessage) -> bool:
         """Send ``message`` to a member. Return whether the member is connected.
 
-        The message is discarded if the member does not read its messages.
+        The message is dropped if the member does not read. The scheduler drops the member if it stays silent.
         """
-        try:
-            self._socket.send_multipart([member_id, encode_message(message)], zmq.NOBLOCK)
-        except zmq.Again:
-            pass  # The member does not read. The scheduler drops it if it stays silent.
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
-            return False
-        return True
+        return self._service.send(member_id, [encode_message(message)])
 
     def close(self) -> None:
-        self._socket.close()
-        self._connections.close()
-        if self._guard is not None:
-            self._guard.stop()
+        self._service.close(linger_ms=0)
 
 
 class PublisherSocket:
     """A generator's socket, over which it exchanges messages with the publisher at ``address``.
 
-    It connects in the background, and reconnects if the connection breaks. ``is_ipv6`` is true if the address names
-    an IPv6 host. ``to_open`` is what ``ports_to_open`` returns.
+    ``wake`` wakes ``wait``. ``to_open`` is what ``ports_to_open`` returns.
     """
 
-    def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], address: str, keys: ClientKeys | None, *, is_ipv6: bool,
-        to_open: str = "",
-    ) -> None:  # fmt: skip
-        self._socket = context.socket(zmq.DEALER)
-        self._socket.linger = 0
-        # Queue nothing while there is no connection: an old heartbeat is useless.
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, TO_MEMBER_LIMITS.max_bytes)
-        self._socket.setsockopt(zmq.IPV6, int(is_ipv6))
-        if keys is not None:
-            keys.identify(self._socket)
-        public_key = "" if keys is None else keys.public.decode()
-        self._link = Link(self._socket, address, "the learner", public_key, to_open=to_open)
-        self._socket.connect(address)
-
-    def register(self, poller: zmq.Poller) -> None:
-        poller.register(self._socket, zmq.POLLIN)
-        self._link.register(poller)
+    def __init__(self, address: str, keys: ClientKeys | None, wake: Wake | None = None, *, to_open: str = "") -> None:
+        # What was sent over a lost connection may be lost, so the next one has another id, and its generator must join.
+        # Nothing waits for it in libzmq, because an old heartbeat is useless.
+        self._caller = Caller(
+            address, "the learner", keys, name=None, max_bytes=TO_MEMBER_LIMITS.max_bytes, drops_unsent=True,
+            to_open=to_open,
+        )  # fmt: skip
+        if wake is not None:
+            self._caller.poller.register(wake, zmq.POLLIN)
 
     @property
     def is_connected(self) -> bool:
-        return self._link.is_connected
+        return self._caller.link.is_connected
 
     def trouble_after(self, seconds: float) -> str:
         """Return why there has been no connection for ``seconds``, and what to do about it; empty if there was one."""
-        return self._link.trouble if self._link.lost_s >= seconds else ""
+        return self._caller.link.trouble if self._caller.link.lost_s >= seconds else ""
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for a message of the publisher, or until it is woken."""
+        self._caller.wait(timeout_s)
 
     def send(self, message: MemberMessage) -> bool:
         """Send ``message`` to the publisher. Return False if there is no connection, so that the message was not
         sent.
         """
-        try:
-            self._socket.send(encode_message(message), zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        return True
+        self.wait(0.0)
+        return self._caller.send([encode_message(message)])
 
     def receive(self) -> PublisherMessage | None:
         """Return the next message of the publisher. None if no message has arrived.
@@ -469,18 +418,11 @@ class PublisherSocket:
         Raises:
             WireError: the message is malformed.
         """
-        self._link.update()
-        try:
-            frame = self._socket.recv(zmq.NOBLOCK)
-        except zmq.Again:
-            return None
-        return decode_message(frame, TO_MEMBER, TO_MEMBER_LIMITS)
+        self.wait(0.0)
+        frames = next(self._caller.receive(), None)
+        return None if frames is None else decode_message(frames[0].bytes, TO_MEMBER, TO_MEMBER_LIMITS)
 
-    def leave(self, poller: zmq.Poller | None = None) -> None:
-        """Send ``Leave`` to the publisher and close the socket. Remove it from ``poller`` if given."""
+    def leave(self) -> None:
+        """Send ``Leave`` to the publisher and close the socket."""
         self.send(Leave())
-        if poller is not None:
-            poller.unregister(self._socket)
-            self._link.unregister(poller)
-        self._link.close()
-        self._socket.close(linger=_LINGER_MS)
+        self._caller.close(_LINGER_MS)

@@ -24,13 +24,11 @@ CLOSED_S = 37.0
 """Linux sends SYN packets for one connection 19, 35 and 67 s after the first, older versions after 15, 31 and 63 s."""
 CONNECT_S = 12.0
 CLIENTS = """
-import sys, time, zmq
+import sys
 from async_rl.queue.client.connection import Connection
 from async_rl.weights.control import PublisherSocket
 queue_address, weights_address = sys.argv[1:]
-poller = zmq.Poller()
-weights = PublisherSocket(zmq.Context(), weights_address, None, is_ipv6=False)
-weights.register(poller)
+weights = PublisherSocket(weights_address, None)
 queue = Connection(queue_address, "client")
 waiting = {"queue": lambda: queue.link.is_connected, "weights": lambda: weights.is_connected}
 print("begun", flush=True)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import zmq
 
 from async_rl.net.keys import ClientKeys, ServerKeys, make_keys
 from async_rl.queue.client.clients import LearnerQueue
@@ -145,13 +144,13 @@ def test_a_removed_generator_gets_no_more_versions_and_the_others_all(keys: Path
 def test_a_pull_of_a_removed_generator_breaks_off(keys: Path):
     staging = Staging(None, 1 << 24, deadline_s=DEADLINE_S, is_pulled=True, min_versions=2)
     server = ServerKeys.ephemeral(keys)
-    with zmq.Context() as context, ExitStack() as stack:
+    with ExitStack() as stack:
         publisher = Publisher("127.0.0.1", deadline_s=20.0, insecure=False, keys=server, transport="tcp")
         stack.enter_context(closing(publisher))
         publisher.publish(staging.stage("line", 0, iter([("weight", torch.zeros(16 << 20))])))
         address, server_key = control.parse_channel(publisher.address)
         mine = control.keys_towards(server_key, key_of(keys, "node7"))
-        member = control.PublisherSocket(context, address, mine, is_ipv6=False)
+        member = control.PublisherSocket(address, mine)
         stack.callback(member.leave)
         wait_until(lambda: member.receive() is None and member.is_connected, "the connection")
         assert member.send(control.Join("node7", "127.0.0.1", 1, [], 1, ""))

@@ -40,10 +40,10 @@ class FakeSocket:
     def send(self, message: control.MemberMessage) -> bool:
         return self.is_connected
 
-    def register(self, poller: object) -> None:
-        pass
+    def wait(self, timeout_s: float) -> None:
+        time.sleep(timeout_s)
 
-    def leave(self, poller: object = None) -> None:
+    def leave(self) -> None:
         pass
 
 
@@ -51,7 +51,7 @@ class FakeSocket:
 def learner(monkeypatch: pytest.MonkeyPatch) -> FakeSocket:
     fake = FakeSocket()
 
-    def connect(*_: object, is_ipv6: bool, to_open: str) -> FakeSocket:
+    def connect(*_: object, to_open: str) -> FakeSocket:
         fake.to_open = to_open
         return fake
 

@@ -9,7 +9,6 @@ from contextlib import ExitStack, closing, contextmanager
 
 import pytest
 import torch
-import zmq
 
 from async_rl.net.streams import read_exactly
 from async_rl.weights import control
@@ -33,9 +32,8 @@ class Puller:
     """A member by hand: it does with its pulls what the test does."""
 
     def __init__(self, plane: Plane, name: str) -> None:
-        self._context = zmq.Context()
         address, _ = parse_channel(plane.publisher.address)
-        self._socket = PublisherSocket(self._context, address, None, is_ipv6=False)
+        self._socket = PublisherSocket(address, None)
         self.host = address.removeprefix("tcp://").rpartition(":")[0]
         until(lambda: self._socket.send(Join(name, self.host, 1, [], 1, "", 0)))
         self.pulls: list[Pull] = []
@@ -62,7 +60,6 @@ class Puller:
 
     def close(self) -> None:
         self._socket.leave()
-        self._context.term()
 
 
 @contextmanager

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import zmq
 
 from async_rl.errors import AddressError
 from async_rl.queue.messages import Announcement
@@ -242,12 +241,11 @@ def test_a_broadcaster_that_dies_again_and_again_is_left_alone_and_all_pull(
 
 
 def test_a_generator_that_joins_again_over_another_connection_does_not_compete_with_itself_for_its_device():
-    context = zmq.Context()
     with closing(Publisher("127.0.0.1", deadline_s=DEADLINE_S, insecure=False)) as publisher, ExitStack() as stack:
         publisher._own_offer = CollectiveOffer("gloo", "", ["GPU-0"])
         address, _ = parse_channel(publisher.address)
         for generator, device in (("g", "GPU-1"), ("g", "GPU-1"), ("other", "GPU-1")):
-            socket = PublisherSocket(context, address, None, is_ipv6=False)
+            socket = PublisherSocket(address, None)
             stack.callback(socket.leave)
             joined, deadline = publisher.stats().joined, time.monotonic() + DEADLINE_S
             offer = CollectiveOffer("gloo", "", [device])
@@ -258,5 +256,4 @@ def test_a_generator_that_joins_again_over_another_connection_does_not_compete_w
                 assert time.monotonic() < deadline
                 publisher.wait(0, 0.01)
         found = {member.generator[1]: member.can_collect for member in publisher._scheduler.members.values()}
-    context.term()
     assert found == {"g": True, "other": False}

@@ -176,8 +176,7 @@ class Publisher:
         self._error: BaseException | None = None
         self._closing = False
         self._wake = Wake()
-        self._context = zmq.Context()
-        self._socket = MemberSocket(self._context, bind_host, host, keys, ports)
+        self._socket = MemberSocket(bind_host, host, keys, ports)
         self._poller = zmq.Poller()
         self._poller.register(self._wake, zmq.POLLIN)
         self._socket.register(self._poller)
@@ -204,7 +203,6 @@ class Publisher:
             return pull_sender(settings)
         except AddressError:  # of the two ports, only that of the control socket is free
             self._socket.close()
-            self._context.term()
             raise
 
     def _collective_sender(
@@ -311,7 +309,6 @@ class Publisher:
         finally:
             self._manager.close(_JOIN_THREAD_S)
             self._socket.close()
-            self._context.term()
 
     def _take_turn(self, ready: Mapping[Any, int]) -> None:
         self._wake.clear()

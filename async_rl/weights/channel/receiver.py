@@ -17,8 +17,6 @@ import threading
 import time
 from collections import deque
 
-import zmq
-
 from async_rl.errors import AddressError, AsyncRLError, WeightsError, WireError
 from async_rl.net.address import check_address, is_loopback, local_host_towards, refuse_open_stream
 from async_rl.net.keys import ClientKeys
@@ -40,7 +38,7 @@ __all__ = ["Receiver", "ReceiverStats"]
 
 logger = logging.getLogger(__name__)
 
-_POLL_MS = 100
+_POLL_S = 0.1
 _CONNECT_RETRY_S = 0.1
 _SILENT_S = 15.0
 _LOST_S = 5.0
@@ -184,16 +182,12 @@ class Receiver:
     # The control thread.
 
     def _run(self) -> None:
-        context: zmq.Context[zmq.Socket[bytes]] | None = None
         try:
             # Importing torch holds the interpreter's lock for seconds: do it before the first heartbeat is due.
             importlib.import_module("async_rl.weights.collective.receiver")
-            context = zmq.Context()
-            poller = zmq.Poller()
-            poller.register(self._wake, zmq.POLLIN)
             while not self._closing:
-                self._reconnect(context, poller)
-                poller.poll(_POLL_MS)
+                self._reconnect()
+                (self._wake if self._socket is None else self._socket).wait(_POLL_S)
                 self._wake.clear()
                 self._receive_messages()
                 self._send_replies()
@@ -210,17 +204,15 @@ class Receiver:
             if self._peer_server is not None:
                 self._peer_server.close()
             self._worker.close(_CLOSE_S)
-            if context is not None:
-                context.term()
 
-    def _reconnect(self, context: zmq.Context[zmq.Socket[bytes]], poller: zmq.Poller) -> None:
+    def _reconnect(self) -> None:
         """Connect to the announced publisher if its channel or lineage differs from the connected one's."""
         announced = self._announced
         assert announced is not None
         if (announced.channel, announced.lineage) == (self._channel, self._joined_lineage):
             return
         if self._socket is not None:
-            self._socket.leave(poller)
+            self._socket.leave()
             self._socket = None
         self._channel, self._joined_lineage = announced.channel, announced.lineage
         self._next_heartbeat = 0.0
@@ -236,9 +228,7 @@ class Receiver:
             self._channel_error = str(error)
             return
         self._listen_for_peers()
-        is_ipv6 = ":" in self._host
-        self._socket = PublisherSocket(context, self._address, keys, is_ipv6=is_ipv6, to_open=self._to_open)
-        self._socket.register(poller)
+        self._socket = PublisherSocket(self._address, keys, self._wake, to_open=self._to_open)
         self._silent_since = time.monotonic()
 
     def _listen_for_peers(self) -> None:
