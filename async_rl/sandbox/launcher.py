@@ -48,7 +48,7 @@ _ORPHAN_CHECK_S = 1.0
 
 def main() -> None:
     parent_pid, control, settings = os.getppid(), int(sys.argv[1]), json.loads(sys.argv[2])
-    _forget_the_parent()
+    _leave_the_parent()
     steps, isolated = _Steps(control), not settings["unsafe"]
     seccomp_filter = b""
     if isolated:
@@ -69,8 +69,11 @@ def main() -> None:
     _wait_for(inner, parent_pid)
 
 
-def _forget_the_parent() -> None:
-    """Remove this process's command-line arguments and environment variables that programs must not see."""
+def _leave_the_parent() -> None:
+    """Take a session and a directory that are not the parent's. Programs must not see its arguments and environment."""
+    os.setsid()
+    os.chdir("/")
+    os.dup2(2, 1)
     sys.argv[:] = ["launcher"]
     for name in list(os.environ):
         if name not in child.ENVIRONMENT:

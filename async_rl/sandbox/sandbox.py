@@ -14,11 +14,9 @@ import os
 import select
 import signal
 import socket
-import subprocess
 import tempfile
 import threading
 import time
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -26,7 +24,8 @@ from typing import Any, Literal
 
 from async_rl.errors import SandboxError, SandboxFailedError
 from async_rl.process.cgroup import MemoryKills, limit_text
-from async_rl.process.child import PACKAGE_ROOT, module_command
+from async_rl.process.child import PACKAGE_ROOT
+from async_rl.process.helper import Helper
 from async_rl.sandbox.child import ENVIRONMENT, Limits
 from async_rl.sandbox.system import kernel_release
 
@@ -162,7 +161,7 @@ class Sandbox:
     @property
     def launcher_pid(self) -> int | None:
         """The process id of the launcher. None if no launcher runs, for example after ``close``."""
-        return None if self._launcher is None else self._launcher.process.pid
+        return None if self._launcher is None else self._launcher.pid
 
     def run(self, program: Program, limits: Limits) -> Ran:
         """Run ``program`` once, wait until it has ended, and return the result.
@@ -276,10 +275,11 @@ class _Launcher:
         if isolated and kernel_release() < _OLDEST_KERNEL:
             needed, found = (".".join(map(str, version)) for version in (_OLDEST_KERNEL, kernel_release()))
             raise SandboxError(f"the sandbox needs Linux {needed} or newer, got {found}; {REMEDY}")
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self.process = _start_process(theirs.fileno(), {"packages": packages, "unsafe": not isolated})
-        self._finalizer = weakref.finalize(self, _kill, self.process, self._socket)
+        settings = json.dumps({"packages": packages, "unsafe": not isolated})
+        self._helper = Helper(
+            "async_rl.sandbox.launcher", settings, environment=_environment(), kind=socket.SOCK_SEQPACKET
+        )
+        self._socket = self._helper.socket
         self._heard_s = 0.0
         self._socket.settimeout(START_LIMIT_S)
         try:
@@ -297,6 +297,10 @@ class _Launcher:
             advice = _ADVICE.get(step)
             remedy = f"{advice}, or {REMEDY}" if advice else REMEDY
             raise SandboxError(f"programs can't be isolated on this machine (step: {step}): {cause}; {remedy}")
+
+    @property
+    def pid(self) -> int:
+        return self._helper.pid
 
     def run(self, program: Program, limits: Limits) -> Ran:
         """Run one program, wait until it has ended, and return the result.
@@ -361,35 +365,18 @@ class _Launcher:
         return report["ended"]
 
     def kill(self) -> None:
-        """Kill the launcher. The kernel then kills all programs."""
-        self._finalizer()
+        """Kill the launcher. The kernel then kills the inner process, and that kills all programs."""
+        self._helper.stop()
 
 
-def _start_process(control: int, settings: dict[str, Any]) -> subprocess.Popen[bytes]:
-    # -P and the package's own root: the launcher must find this async_rl, and no module of the working directory.
-    return subprocess.Popen(
-        module_command("async_rl.sandbox.launcher", str(control), json.dumps(settings), flags=("-P", "-s", "-B")),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        env={**ENVIRONMENT, **_loader_environment(), "PYTHONPATH": PACKAGE_ROOT},
-        pass_fds=(control,),
-        start_new_session=True,
-        cwd="/",
-    )
+def _environment() -> dict[str, str]:
+    """Return the launcher's environment: that of programs, and what its interpreter needs to find this async_rl only.
 
-
-def _loader_environment() -> dict[str, str]:
-    """Return ``LD_LIBRARY_PATH`` as an environment for the launcher, because some interpreters don't start without it.
-
-    The result is empty if the variable is not set.
+    Some interpreters don't start without ``LD_LIBRARY_PATH``.
     """
-    return {"LD_LIBRARY_PATH": path} if (path := os.environ.get("LD_LIBRARY_PATH")) else {}
-
-
-def _kill(process: subprocess.Popen[bytes], control: socket.socket) -> None:
-    control.close()
-    process.kill()  # the kernel then kills the inner process, and that kills all programs
-    process.wait()
+    loader = {"LD_LIBRARY_PATH": path} if (path := os.environ.get("LD_LIBRARY_PATH")) else {}
+    own = {"PYTHONPATH": PACKAGE_ROOT, "PYTHONNOUSERSITE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    return {**ENVIRONMENT, **loader, **own}
 
 
 def _encoded(program: Program) -> bytes:

@@ -12,7 +12,6 @@ import contextlib
 import logging
 import os
 import socket
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -23,7 +22,8 @@ from async_rl.errors import WeightsError, WireError
 from async_rl.net.codec import read_as
 from async_rl.net.streams import LENGTH_BYTES, pack_frame, read_body
 from async_rl.net.wire import Limits, decode, encode
-from async_rl.process.child import module_command, package_environment
+from async_rl.process.child import package_environment
+from async_rl.process.helper import Helper
 from async_rl.weights.memory import SharedBuckets
 
 logger = logging.getLogger(__name__)
@@ -126,27 +126,20 @@ class ServerProcess(Generic[MessageT]):
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return self._helper.pid
 
     def start(self) -> None:
         """Start the process. Call this once; ``poll`` and ``restart`` start it again."""
         self.num_starts += 1
         self.is_up = False
-        self._pipe, theirs = socket.socketpair()
-        self._pipe.settimeout(_SEND_S)
-        with theirs:
-            self._process = subprocess.Popen(
-                module_command(self._module, str(theirs.fileno()), flags=("-P",)),
-                pass_fds=(theirs.fileno(),),
-                env={**package_environment(), "OMP_NUM_THREADS": "1"},
-                stdin=subprocess.DEVNULL,
-            )
-        self._poller.register(self._pipe.fileno(), zmq.POLLIN)
+        self._helper = Helper(self._module, environment={**package_environment(), "OMP_NUM_THREADS": "1"})
+        self._helper.socket.settimeout(_SEND_S)
+        self._poller.register(self._helper.socket.fileno(), zmq.POLLIN)
         self._on_start()
 
     def is_readable(self, ready: Mapping[Any, int]) -> bool:
         """Return whether ``poll`` has something to receive. ``ready`` is what the poller returned."""
-        return self._pipe.fileno() in ready
+        return self._helper.socket.fileno() in ready
 
     def poll(self) -> MessageT | None:
         """Receive one message of the server. If the server has died, start it again and return None.
@@ -156,7 +149,7 @@ class ServerProcess(Generic[MessageT]):
         Raises:
             WeightsError: the server died and can't be started again.
         """
-        received = receive_message(self._pipe, self._answers)
+        received = receive_message(self._helper.socket, self._answers)
         if received is None:
             self.restart("died")
             return None
@@ -173,7 +166,7 @@ class ServerProcess(Generic[MessageT]):
         server again.
         """
         with contextlib.suppress(OSError):
-            send_message(self._pipe, message, fd)
+            send_message(self._helper.socket, message, fd)
 
     def mark_working(self) -> None:
         """Record that the server has done its work, so that its earlier ends do not count any more."""
@@ -185,9 +178,7 @@ class ServerProcess(Generic[MessageT]):
         Raises:
             WeightsError: it was started too often.
         """
-        self._disconnect()
-        self._process.kill()
-        code = self._process.wait()
+        code = self._stop()
         self._num_failures += 1
         self.is_up = False
         if self._num_failures > MAX_FAILURES:
@@ -203,13 +194,8 @@ class ServerProcess(Generic[MessageT]):
 
     def close(self) -> None:
         """End the process: it ends by itself when the pipe is closed, or is killed."""
-        self._disconnect()
-        try:
-            self._process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._stop(_END_S)
 
-    def _disconnect(self) -> None:
-        self._poller.unregister(self._pipe.fileno())
-        self._pipe.close()
+    def _stop(self, grace_s: float = 0.0) -> int:
+        self._poller.unregister(self._helper.socket.fileno())
+        return self._helper.stop(grace_s)

@@ -25,7 +25,6 @@ import itertools
 import json
 import logging
 import os
-import signal
 import socket
 import time
 from collections import OrderedDict
@@ -69,6 +68,7 @@ from async_rl.generator.agents.messages import (
 from async_rl.generator.agents.remote import RemotePrograms
 from async_rl.generator.agents.requests import RefusedError, generate_answer, read_finish, read_generate
 from async_rl.process.fault_points import fault_point
+from async_rl.process.helper import parent_socket
 from async_rl.relay.loopback import serve_http
 from async_rl.relay.responses import bearer, disconnected
 
@@ -464,16 +464,15 @@ async def _serve(listener: socket.socket, link: socket.socket, given: argparse.N
 def main() -> None:
     """Serve until the generator closes its end of the connection."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("listener", type=int, help="descriptor of the socket that listens")
     parser.add_argument("link", type=int, help="descriptor of the socket to the generator")
+    parser.add_argument("listener", type=int, help="descriptor of the socket that listens")
     parser.add_argument("model")
     parser.add_argument("max_model_len", type=int)
     parser.add_argument("first_call", type=int)
     parser.add_argument("tokenizer", help="directory of the tokenizer; empty: none, and no chats")
     parser.add_argument("template_arguments", help="the chat template's further variables, as JSON")
     given = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the generator ends this process
-    listener, link = socket.socket(fileno=given.listener), socket.socket(fileno=given.link)
+    listener, link = socket.socket(fileno=given.listener), parent_socket(given.link)
     link.setblocking(False)
     asyncio.run(_serve(listener, link, given))
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import socket
-import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,12 +31,11 @@ from async_rl.generator.agents.messages import (
     take_for_generator,
 )
 from async_rl.net.keys import ClientKeys
-from async_rl.process.child import module_command, package_environment
+from async_rl.process.helper import Channel, Helper
 from async_rl.relay.loopback import BACKLOG, require_packages
 
 logger = logging.getLogger(__name__)
 
-_CHUNK = 1 << 16
 _CALLS_OF_FRONT = 1 << 40
 """Each front numbers its calls from a multiple of this on, so that no number occurs twice."""
 
@@ -82,7 +80,7 @@ class Front:
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return self._helper.pid
 
     def open(self, keys: Iterable[str]) -> None:
         """Take calls with these keys from now on."""
@@ -115,29 +113,22 @@ class Front:
 
     def poll(self) -> list[ToGenerator | FrontLost]:
         """Return what has happened since the last call. A front that died is replaced."""
-        found: list[ToGenerator | FrontLost] = []
-        self._flush()
-        try:
-            while chunk := self._link.recv(_CHUNK):
-                self._received += chunk
-            is_lost = True
-        except BlockingIOError:
-            is_lost = False
-        except OSError:
-            is_lost = True
-        while (message := take_for_generator(self._received)) is not None:
-            found.append(message)
+        events: list[ToGenerator | FrontLost] = []
+        self._channel.send()
+        is_alive = self._channel.receive()
+        while (message := take_for_generator(self._channel.incoming)) is not None:
+            events.append(message)
             if isinstance(message, Claimed) and message.key in self._offered:
                 (self._claimed.add if message.is_taken else self._claimed.discard)(message.key)
-        if is_lost:
-            logger.warning("the HTTP front (process %d) has ended; another one is started", self._process.pid)
+        if not is_alive:
+            logger.warning("the HTTP front (process %d) has ended; another one is started", self.pid)
             self._replace()
-            found.append(FrontLost())
-        return found
+            events.append(FrontLost())
+        return events
 
     def _replace(self) -> None:
         """Start another front. Sessions that programs elsewhere have taken are not offered again."""
-        self._stop()
+        self._helper.stop()
         self._start()
         self._send(Open(sorted(self._keys)))
         if self._join is not None:
@@ -147,38 +138,17 @@ class Front:
 
     def close(self) -> None:
         """End the front, and close the address."""
-        self._stop()
+        self._helper.stop()
         self._listener.close()
 
     def _start(self) -> None:
-        self._link, theirs = socket.socketpair()
-        self._link.setblocking(False)
-        self._received, self._outgoing = bytearray(), bytearray()
-        fds = (self._listener.fileno(), theirs.fileno())
-        with theirs:
-            self._process = subprocess.Popen(
-                module_command(
-                    "async_rl.generator.agents.front", *map(str, fds), *self._arguments,
-                    str(self._num_started * _CALLS_OF_FRONT), *self._chat, flags=("-P",),
-                ),
-                stdin=subprocess.DEVNULL, pass_fds=fds, env=package_environment(),
-            )  # fmt: skip
+        listener, first_call = self._listener.fileno(), self._num_started * _CALLS_OF_FRONT
+        self._helper = Helper(
+            "async_rl.generator.agents.front", str(listener), *self._arguments, str(first_call), *self._chat,
+            pass_fds=(listener,),
+        )  # fmt: skip
+        self._channel = Channel(self._helper.socket)
         self._num_started += 1
 
-    def _stop(self) -> None:
-        self._link.close()
-        self._process.kill()
-        self._process.wait()
-
     def _send(self, message: ToFront) -> None:
-        self._outgoing += pack(message)
-        self._flush()
-
-    def _flush(self) -> None:
-        try:
-            while self._outgoing:
-                del self._outgoing[: self._link.send(self._outgoing)]
-        except BlockingIOError:
-            pass
-        except OSError:
-            self._outgoing.clear()  # the front is gone, which ``poll`` notices
+        self._channel.send(pack(message))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import signal
 import socket
 import sys
 import time
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from async_rl.errors import AsyncRLError, WeightsError
+from async_rl.process.helper import parent_socket
 from async_rl.terminal import log_visibly
 from async_rl.weights.collective.libraries import make_library
 from async_rl.weights.collective.library import Communicator, Endpoint, Library
@@ -130,10 +130,8 @@ def main(
 ):
     """Follow the learner until it closes the pipe. Then exit at once, even if connections are open."""
     log_visibly(environment.get("ASYNC_RL_LOG", "WARNING"), "broadcaster: %(message)s")
-    # Ctrl-C in the terminal reaches the whole process group, but only the learner ends this process.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
-    with socket.socket(fileno=int(arguments[0])) as learner:
+    with parent_socket(arguments[0]) as learner:
         received = receive_message(learner, [Configure])
         if received is not None:
             Broadcaster(learner, received[0]).run()

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import signal
 import socket
 import sys
 import threading
@@ -25,6 +24,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from async_rl.net.streams import tcp_counts
+from async_rl.process.helper import parent_socket
 from async_rl.terminal import log_visibly
 from async_rl.weights.server_process import MapSlot, receive_message, send_message
 from async_rl.weights.tcp import protocol
@@ -225,9 +225,7 @@ def main(
 ):
     """Serve until the learner closes the pipe. Then exit at once, even if generators still fetch weights."""
     log_visibly(environment.get("ASYNC_RL_LOG", "WARNING"), "stream server: %(message)s")
-    # Ctrl-C in the terminal reaches the whole process group, but only the learner ends this process.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with socket.socket(fileno=int(arguments[0])) as learner:
+    with parent_socket(arguments[0]) as learner:
         StreamServer(learner).run()
     leave(0)
 
