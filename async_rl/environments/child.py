@@ -191,14 +191,14 @@ def prepare(sock: socket.socket, code: Any) -> str:
         inspect.signature(code.prepare).bind(message["extra"])
     except (TypeError, ValueError):
         return (
-            "environment.name: expected its function prepare to take one argument, environment.extra, got another one; "
+            "expected its function prepare to take one argument, environment.extra, got another one; "
             "write prepare(extra), in a class as a static method, or give it another name"
         )
     try:
         asyncio.run(_prepared(code.prepare(message["extra"])))
     except Exception as error:  # an error in the environment's code, which the user gets in words
         detail, _ = describe_error(error)
-        return f"environment.name: its function prepare failed: {detail}; correct it, or what it reads of extra"
+        return f"its function prepare failed: {detail}; correct it, or what it reads of extra"
     return ""
 
 

@@ -11,24 +11,25 @@ from __future__ import annotations
 
 import logging
 import math
-import select
 import selectors
 import socket
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from async_rl.config.generator import EnvironmentConfig
 from async_rl.environments.child import FrameError, pack, unpack
-from async_rl.environments.fork_client import ForkServer, KilledAtStartError, ServerLostError
+from async_rl.environments.fork_server import digest_word
+from async_rl.errors import ConfigError
+from async_rl.process.fork_client import ForkServer, ServerLostError, StartError
+from async_rl.process.fork_server import FORK
+from async_rl.process.helper import Channel
 
 logger = logging.getLogger(__name__)
 
-_CHUNK = 1 << 16
-_LOOK_S = 1.0
 _CHECK_S = 0.05
 """Time between two looks for processes that take too long. The caller polls thousands of times a second."""
 _LONG_S = 5.0
@@ -63,7 +64,7 @@ class _Process:
     answered yet, so its first reset may still import modules.
     """
 
-    sock: socket.socket
+    channel: Channel
     theirs: socket.socket
     pid: int = 0
     sent: bytes = b""
@@ -72,8 +73,6 @@ class _Process:
     deadline_s: float | None = None
     cancelling: bool = False
     is_new: bool = True
-    incoming: bytearray = field(default_factory=bytearray)
-    outgoing: bytearray = field(default_factory=bytearray)
 
 
 class EnvironmentPool:
@@ -106,7 +105,7 @@ class EnvironmentPool:
         self._has_agents = has_agents
         self.counts = {"started": 0, "timed_out": 0, "crashed": 0}
         self._config = config
-        self._start_server = partial(ForkServer, config, allowed, digest, clock)
+        self._start_server = partial(_fork_server, config, allowed, digest, clock)
         self._clock = clock
         self._check_at_s = -math.inf
         self._processes: dict[str, _Process] = {}
@@ -120,12 +119,12 @@ class EnvironmentPool:
         self._selector = selectors.DefaultSelector()
         self._server = self._start_server()
         try:
-            while not self._server.is_ready:
-                _wait_for(self._server.control, _LOOK_S)
-                self._server.receive()
-        except BaseException:
+            self._server.wait()
+        except BaseException as error:
             self._server.close()
             self._selector.close()
+            if isinstance(error, StartError):
+                raise _refused(error) from None
             raise
 
     @property
@@ -209,7 +208,7 @@ class EnvironmentPool:
         for selected, mask in self._selector.select(0):
             process: _Process = selected.data
             if mask & selectors.EVENT_WRITE:
-                self._flush(process)
+                self._send(process)
             # What arrives before the fork server's answer is read once its process is known.
             if mask & selectors.EVENT_READ and process.pid:
                 events += self._receive(process)
@@ -230,7 +229,7 @@ class EnvironmentPool:
     def close(self) -> None:
         """Kill the fork server and every process that plays rollouts."""
         for process in [*self._processes.values(), *self._cancelling, *self._idle]:
-            process.sock.close()
+            process.channel.socket.close()
         for process in self._unforked:
             process.theirs.close()
         for kept in (self._processes, self._cancelling, self._idle, self._unforked, self._forking):
@@ -247,34 +246,20 @@ class EnvironmentPool:
 
     def _ask(self, process: _Process, frame: bytes) -> None:
         process.deadline_s = self._clock() + getattr(self._config, self._limit(process)[1])
-        process.outgoing += frame
-        self._flush(process)
+        self._send(process, frame)
 
-    def _flush(self, process: _Process) -> None:
-        try:
-            while process.outgoing:
-                del process.outgoing[: process.sock.send(process.outgoing)]
-        except BlockingIOError:
-            pass
-        except OSError:
-            process.outgoing.clear()  # the process is gone; reading from the socket reports that
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if process.outgoing else 0)
-        if self._selector.get_key(process.sock).events != wanted:
-            self._selector.modify(process.sock, wanted, process)
+    def _send(self, process: _Process, frame: bytes = b"") -> None:
+        channel = process.channel
+        channel.send(frame)
+        mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.outgoing else 0)
+        if self._selector.get_key(channel.socket).events != mask:
+            self._selector.modify(channel.socket, mask, process)
 
     def _receive(self, process: _Process) -> list[Event]:
-        ended = False
-        try:
-            while chunk := process.sock.recv(_CHUNK):
-                process.incoming += chunk
-            ended = True
-        except BlockingIOError:
-            pass
-        except OSError:
-            ended = True
+        is_alive = process.channel.receive()
         events: list[Event] = []
         try:
-            while (message := unpack(process.incoming)) is not None:
+            while (message := unpack(process.channel.incoming)) is not None:
                 events += self._handle(process, message)
         except FrameError as error:
             return events + self._fail(
@@ -283,7 +268,7 @@ class EnvironmentPool:
                 f"the environment's process sent a message that can't be read: {error}; let the environment write only "
                 f"to descriptors that it opened",
             )
-        if ended:
+        if not is_alive:
             events += self._fail(
                 process,
                 "crashed",
@@ -329,7 +314,7 @@ class EnvironmentPool:
         ``count`` is the key in ``counts`` to add the rollout to, and ``error`` the message for the log. Other rollouts
         than those that ``timed_out`` may be ``is_transient``, too.
         """
-        if process.sock.fileno() < 0:
+        if process.channel.socket.fileno() < 0:
             return []
         self._end(process)
         if process in self._idle:
@@ -344,8 +329,7 @@ class EnvironmentPool:
         return [Event(process.key, {"type": "failed", "error": error, "is_transient": is_transient})]
 
     def _end(self, process: _Process) -> None:
-        self._selector.unregister(process.sock)
-        process.sock.close()
+        self._disconnect(process)
         if process.pid:
             self._server.kill(process.pid)
         elif process in self._unforked:
@@ -355,7 +339,7 @@ class EnvironmentPool:
     def _new_process(self) -> _Process:
         """Return a process that is still to be forked. What is sent to it waits in its socket."""
         process = _Process(*_sockets())
-        self._selector.register(process.sock, selectors.EVENT_READ, process)
+        self._selector.register(process.channel.socket, selectors.EVENT_READ, process)
         self._unforked.append(process)
         return process
 
@@ -378,26 +362,27 @@ class EnvironmentPool:
         """
         events: list[Event] = []
         try:
-            pids = self._server.receive()
+            answers = self._server.receive()
         except ServerLostError:
             self._replace_server()
             return events
-        except KilledAtStartError:
-            if self._num_killed == _MAX_KILLED:
-                raise
+        except StartError as error:
+            # The code was imported before, so it may be again if only a signal has ended the import.
+            if (error.exit_code or 0) >= 0 or self._num_killed == _MAX_KILLED:
+                raise _refused(error) from None
             self._num_killed += 1
             self._replace_server()
             return events
         if self._server.is_ready:
             self._num_killed = 0
-        for pid in pids:
+        for pid in (number for kind, number in answers if kind == FORK):
             process = self._forking.popleft()
             process.pid = pid
             if not pid:
                 events += self._fail(process, "crashed", _REFUSED)
                 continue
             self.counts["started"] += 1
-            if process.sock.fileno() < 0:  # its rollout has ended meanwhile
+            if process.channel.socket.fileno() < 0:  # its rollout has ended meanwhile
                 self._server.kill(pid)
             elif process.deadline_s is not None:
                 process.deadline_s = self._clock() + getattr(self._config, self._limit(process)[1])
@@ -410,25 +395,49 @@ class EnvironmentPool:
         asked already fail.
         """
         self._server.close()
-        lost = [process for process in self._forking if process.sock.fileno() >= 0]
+        lost = [process for process in self._forking if process.channel.socket.fileno() >= 0]
         self._forking.clear()
         # An agent may have been forked and have called. It must not play again with the session of these calls.
-        most = 1 if self._has_agents else _MAX_TRIES
-        again = [process for process in lost if process.num_tries < most and process.key is not None]
+        max_tries = 1 if self._has_agents else _MAX_TRIES
+        again = [process for process in lost if process.num_tries < max_tries and process.key is not None]
         for process in lost:
             if process not in again:
                 error = _LOST_WITH_AGENT if self._has_agents else _NO_SERVER
                 self._failed_at_start += self._fail(process, "crashed", error, is_transient=self._has_agents)
         for process in again:
-            self._selector.unregister(process.sock)
-            process.sock.close()
+            self._disconnect(process)
             process.num_tries += 1
-            process.sock, process.theirs = _sockets()
-            process.outgoing[:] = process.sent
-            self._selector.register(process.sock, selectors.EVENT_READ, process)
-            self._flush(process)
+            process.channel, process.theirs = _sockets()
+            self._selector.register(process.channel.socket, selectors.EVENT_READ, process)
+            self._send(process, process.sent)
         self._unforked.extendleft(reversed(again))
         self._server = self._start_server()
+
+    def _disconnect(self, process: _Process) -> None:
+        self._selector.unregister(process.channel.socket)
+        process.channel.socket.close()
+
+
+def _fork_server(
+    config: EnvironmentConfig, allowed: Collection[str], digest: str | None, clock: Callable[[], float]
+) -> ForkServer:
+    """Start a fork server, which imports the environment's code.
+
+    Raises:
+        ConfigError: ``environment.extra`` is no JSON.
+    """
+    try:
+        settings = pack({"type": "prepare", "extra": config.settings})
+    except FrameError as error:
+        raise ConfigError(f"environment.extra: {error}") from None
+    return ForkServer(
+        "async_rl.environments.fork_server", config.code, digest_word(digest), *allowed, content=config.code,
+        settings=settings, clock=clock,
+    )  # fmt: skip
+
+
+def _refused(error: StartError) -> ConfigError:
+    return ConfigError(f"environment.name: {error}")
 
 
 _REFUSED = (
@@ -451,15 +460,7 @@ _MAX_TRIES = 2
 """How often a process is asked for, if the fork server ends each time."""
 
 
-def _sockets() -> tuple[socket.socket, socket.socket]:
+def _sockets() -> tuple[Channel, socket.socket]:
     """Return the pool's and the process's end of a connection. Only the pool's does not block."""
     ours, theirs = socket.socketpair()
-    ours.setblocking(False)
-    return ours, theirs
-
-
-def _wait_for(sock: socket.socket, timeout_s: float) -> None:
-    """Wait until ``sock`` has bytes to read, or its peer has closed it."""
-    poller = select.poll()
-    poller.register(sock, select.POLLIN)
-    poller.poll(timeout_s * 1000)
+    return Channel(ours), theirs

@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 
 from async_rl.config.generator import EnvironmentConfig
-from async_rl.environments.fork_client import FORK_LIMIT_S
 from async_rl.environments.gem import Gem
 from async_rl.environments.pool import EnvironmentPool, Event
 from async_rl.errors import ConfigError
+from async_rl.process.fork_client import FORK_LIMIT_S
 from async_rl.process.user_code import code_digests
 from tests.end_to_end.harness import processes_of, state_of, wait_until
 from tests.environments.pools import pool_of
@@ -370,7 +370,7 @@ def test_of_two_events_in_one_poll_neither_is_lost_or_twice_there(driver: Driver
         if fate.endswith("cancelled"):
             driver.pool.cancel(key)
     for process in processes.values():  # both are there before the pool looks
-        assert select.select([process.sock], [], [], 30.0)[0]
+        assert select.select([process.channel.socket], [], [], 30.0)[0]
     events = driver.pool.poll()
     wanted = {"x": "sample", "stop": "ended", "ended, then answered": "ended"}
     told = {key: wanted.get(fate, "failed") for key, fate in zip(keys, fates, strict=True)}
@@ -526,7 +526,7 @@ def test_grandchildren_in_sessions_of_their_own_end_too(marker: str, ends: str):
     ],
 )
 def test_code_that_can_not_be_imported_is_refused_at_the_start(tmp_path, monkeypatch, source, told):
-    monkeypatch.setattr("async_rl.environments.fork_client.START_TIMEOUT_S", 1.0 if "while" in source else 60.0)
+    monkeypatch.setattr("async_rl.process.fork_client.START_TIMEOUT_S", 1.0 if "while" in source else 60.0)
     path = tmp_path / "broken.py"
     path.write_text(source)
     with pytest.raises(ConfigError, match=told):

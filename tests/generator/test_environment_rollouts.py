@@ -275,10 +275,10 @@ def die_after_asking(play: Play) -> None:
     """Kill the environment's process once its message is there, and wait until it is gone."""
     (process,) = play.rollouts._pool._processes.values()
     poller = select.poll()
-    poller.register(process.sock, select.POLLIN)
+    poller.register(process.channel.socket, select.POLLIN)
     assert poller.poll(30_000)
     os.kill(process.pid, signal.SIGKILL)
-    poller.modify(process.sock, select.POLLRDHUP)
+    poller.modify(process.channel.socket, select.POLLRDHUP)
     assert poller.poll(30_000)
 
 

@@ -7,22 +7,17 @@ this process is killed.
 from __future__ import annotations
 
 import json
-import os
-import select
 import signal
 import socket
-import subprocess
 import threading
 import time
-import weakref
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 from async_rl.errors import RewardError
-from async_rl.net.streams import pack_frame, read_exactly, read_frame
-from async_rl.process.child import module_command, package_environment
-from async_rl.rewards.math.child import FORK, MAX_FRAME_BYTES, RECORD, WAIT
+from async_rl.net.streams import pack_frame, read_frame, until
+from async_rl.process.fork_client import ForkServer, ServerLostError, StartError
+from async_rl.rewards.math.child import MAX_FRAME_BYTES
 
 Verdict = Literal["equal", "different", "not_computed", "timed_out", "crashed"]
 
@@ -37,74 +32,15 @@ FIRST_LIMIT_S = 0.1
 comparisons of real answers take less."""
 MAX_CALLERS = 64
 """How many threads should call ``MathVerifier.ask``: so many that nearly all may wait in the slow queue."""
-START_LIMIT_S = 120.0
-"""Time limit in seconds for importing sympy on a busy machine. It is not part of the limit of a comparison."""
 _WALL_FACTOR = 50.0
 """The wall-clock limit of a comparison, as a multiple of its processor time limit. A worker that exceeds the wall-clock
 limit hangs."""
-
-
-class _DeadlineError(Exception):
-    """The worker sent no complete answer within the time limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Worker:
     pid: int
     connection: socket.socket
-
-
-class _Server:
-    """The server process, which has imported sympy and forks workers (see ``child``).
-
-    Raises:
-        RewardError: the process does not start.
-    """
-
-    def __init__(self) -> None:
-        self._control, theirs = socket.socketpair()
-        descriptor, parent_pid = str(theirs.fileno()), str(os.getpid())
-        # -P and the package's own root: the child must find this async_rl, and no module of the working directory.
-        self._process = subprocess.Popen(
-            module_command("async_rl.rewards.math.child", descriptor, parent_pid, flags=("-P",)),
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=package_environment(), pass_fds=(theirs.fileno(),),
-        )  # fmt: skip
-        theirs.close()
-        self.close = weakref.finalize(self, _end, self._process, self._control)
-        try:
-            self._reply(time.monotonic() + START_LIMIT_S)
-        except (ConnectionError, _DeadlineError) as error:
-            self.close()
-            raise RewardError(
-                "the process that compares answers did not start; run 'python -c \"import sympy\"' to see "
-                "whether sympy is installed, and look for the process's own error above"
-            ) from error
-
-    def fork(self) -> _Worker:
-        """Let the server process fork a worker, and return the worker.
-
-        Raises:
-            ConnectionError: the server process has ended, or the machine refuses another process.
-        """
-        ours, theirs = socket.socketpair()
-        with theirs:
-            socket.send_fds(self._control, [RECORD.pack(FORK, 0)], [theirs.fileno()])
-        pid = self._reply(time.monotonic() + START_LIMIT_S)
-        if not pid:
-            ours.close()
-            raise ConnectionError("the machine refuses another process for comparing answers; see ulimit -u")
-        return _Worker(pid, ours)
-
-    def end(self, worker: _Worker) -> int:
-        """Kill ``worker`` if it still runs. Return the number of the signal that ended the worker, or 0."""
-        worker.connection.close()
-        # The server reaps workers only on request, so no other process can have this id.
-        os.kill(worker.pid, signal.SIGKILL)
-        self._control.sendall(RECORD.pack(WAIT, worker.pid))
-        return self._reply(time.monotonic() + START_LIMIT_S)
-
-    def _reply(self, deadline: float) -> int:
-        return RECORD.unpack(read_exactly(partial(_read_some, self._control, deadline), RECORD.size))[1]
 
 
 class MathVerifier:
@@ -124,7 +60,7 @@ class MathVerifier:
         self._lock = threading.Lock()
         self._slots = threading.BoundedSemaphore(MAX_WORKERS)
         self._slow_slots = threading.BoundedSemaphore(SLOW_WORKERS)
-        self._server: _Server | None = None
+        self._server: ForkServer | None = None
         self._idle: list[_Worker] = []
         self._is_closed = False
 
@@ -176,10 +112,11 @@ class MathVerifier:
                 return "crashed"
             server, worker = self._take_worker()
         deadline = time.monotonic() + _WALL_FACTOR * request["time_limit_s"]
+        worker.connection.settimeout(None)
         try:
             worker.connection.sendall(pack_frame(json.dumps(request).encode()))
-            body = read_frame(partial(_read_some, worker.connection, deadline), max_bytes=MAX_FRAME_BYTES)
-        except _DeadlineError:
+            body = read_frame(until(worker.connection, deadline), max_bytes=MAX_FRAME_BYTES)
+        except TimeoutError:
             return self._end_worker(server, worker, stuck=True)
         except ConnectionError:
             body = None
@@ -190,7 +127,7 @@ class MathVerifier:
                 self._idle.append(worker)
         return json.loads(body)["finding"]
 
-    def _take_worker(self) -> tuple[_Server, _Worker]:
+    def _take_worker(self) -> tuple[ForkServer, _Worker]:
         """Return the server and an idle or a new worker. Start or replace the server if necessary.
 
         The caller must hold the lock.
@@ -201,12 +138,12 @@ class MathVerifier:
         assert not self._is_closed
         for _ in range(2):
             if self._server is None:
-                self._server = _Server()
+                self._server = _start_server()
             if self._idle:
                 return self._server, self._idle.pop()
             try:
-                worker = self._server.fork()
-            except ConnectionError:
+                worker = _fork_worker(self._server)
+            except ServerLostError:
                 self._drop_server()
             else:
                 self.counts["started"] += 1
@@ -216,7 +153,7 @@ class MathVerifier:
             "memory and processes left"
         )
 
-    def _end_worker(self, server: _Server, worker: _Worker, *, stuck: bool = False) -> Verdict:
+    def _end_worker(self, server: ForkServer, worker: _Worker, *, stuck: bool = False) -> Verdict:
         """Kill a worker that did not answer, and return the verdict on its comparison.
 
         The verdict is ``timed_out`` if the worker is ``stuck`` or reached its processor time limit, else ``crashed``.
@@ -224,12 +161,14 @@ class MathVerifier:
         with self._lock:
             if server is not self._server:  # the server was replaced or closed, together with its workers
                 return "crashed"
+            worker.connection.close()
+            server.kill(worker.pid)
             try:
-                by_limit = server.end(worker) == signal.SIGPROF
-            except (ConnectionError, ProcessLookupError):  # the worker's server has ended as well
+                ((_, signum),) = server.wait()
+            except ServerLostError:  # with all its workers
                 self._drop_server()
-                by_limit = False
-        return "timed_out" if stuck or by_limit else "crashed"
+                signum = 0
+        return "timed_out" if stuck or signum == signal.SIGPROF else "crashed"
 
     def _drop_server(self) -> None:
         if self._server is not None:
@@ -239,17 +178,35 @@ class MathVerifier:
         self._server, self._idle = None, []
 
 
-def _end(process: subprocess.Popen[bytes], control: socket.socket) -> None:
-    control.close()
-    # The server may still be importing. Its workers end with it.
-    process.kill()
-    process.wait()
+def _start_server() -> ForkServer:
+    """Start the process that has imported sympy and forks workers, and wait until it is ready.
+
+    Raises:
+        RewardError: the process does not start.
+    """
+    server = ForkServer("async_rl.rewards.math.child", content="sympy")
+    try:
+        server.wait()
+    except StartError as error:
+        server.close()
+        raise RewardError(
+            "the process that compares answers did not start; run 'python -c \"import sympy\"' to see "
+            "whether sympy is installed, and look for the process's own error above"
+        ) from error
+    return server
 
 
-def _read_some(connection: socket.socket, deadline: float, size: int) -> bytes:
-    poller = select.poll()
-    poller.register(connection, select.POLLIN)
-    remaining_s = deadline - time.monotonic()
-    if remaining_s <= 0 or not poller.poll(remaining_s * 1000):
-        raise _DeadlineError
-    return connection.recv(size)
+def _fork_worker(server: ForkServer) -> _Worker:
+    """Let the server fork a worker, and return the worker.
+
+    Raises:
+        ServerLostError: the server has ended, or the machine refuses another process.
+    """
+    ours, theirs = socket.socketpair()
+    with theirs:
+        server.fork(theirs)
+    ((_, pid),) = server.wait()
+    if not pid:
+        ours.close()
+        raise ServerLostError("the machine refuses another process for comparing answers; see ulimit -u")
+    return _Worker(pid, ours)

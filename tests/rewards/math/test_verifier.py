@@ -189,7 +189,7 @@ def test_processes_that_can_not_start_are_an_error_not_a_wrong_answer(monkeypatc
     def start(arguments: list[str], **options: object):
         return real([arguments[0], "-c", "raise SystemExit(3)"], **options)  # pyright: ignore[reportCallIssue, reportArgumentType]
 
-    monkeypatch.setattr(verifier_module.subprocess, "Popen", start)
+    monkeypatch.setattr(subprocess, "Popen", start)
     with pytest.raises(RewardError, match="did not start"):
         MathVerifier().ask("x", "y", 5.0)
 

@@ -1,0 +1,199 @@
+"""The process of a fork server: it imports once what its processes share, then forks a process for each request.
+
+A fork takes milliseconds and shares what the import loaded, such as a search index. A crash or an endless loop ends
+only the process in which it happens. ``fork_client`` is the owner's side.
+
+On the socket to the owner are records of 5 bytes: a kind, and a number. The server first says ``READY``, or
+``REFUSED`` with the size of the error's text, which follows. Then it answers each request with a record of its kind:
+
+- ``FORK`` comes with a descriptor, on which the new process gets its work. The answer is the process's id, or 0 if the
+  machine refuses another process.
+- ``KILL`` has the id of a forked process, and the answer the signal that ended it. With the user's code all that the
+  process started is killed, too, and the answer is 0, because nothing waits for the end.
+
+When the socket closes or the owner dies, all processes end. The environment variable ``MARK`` marks the server and all
+that it or its forked processes start, and ``CHILD_MARK`` what one forked process of the user's code starts, so that
+they are found in sessions of their own, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import traceback
+from collections.abc import Callable
+from typing import NoReturn
+
+from async_rl.process.family import descendants_of, kill_all, kill_marked
+from async_rl.process.fault_points import fault_point
+from async_rl.process.helper import parent_socket
+
+RECORD = struct.Struct("<cI")
+READY, REFUSED, FORK, KILL = b"R", b"E", b"F", b"K"
+MARK, CHILD_MARK = "ASYNC_RL_FORK_SERVER", "ASYNC_RL_FORKED"
+_PR_SET_PDEATHSIG = 1
+_MOST_KILLABLE = b"1000"
+_ORPHAN_CHECK_MS = 1000
+
+
+class Forker:
+    """The fork server in its own process. Create it first, then import, then call ``serve`` or ``refuse``.
+
+    What the processes print goes to the owner's log, line by line.
+
+    Args:
+        descriptor: that of this end of the socket, the first argument of the process.
+        is_user_code: its processes may start others, and are the first to be killed if memory runs out.
+
+    Attributes:
+        control: the socket to the owner.
+    """
+
+    def __init__(self, descriptor: str, *, is_user_code: bool = False) -> None:
+        self.control, self._owner = parent_socket(descriptor), os.getppid()
+        self._is_user_code = is_user_code
+        _die_with_parent(self._owner)  # also in an import that hangs
+        os.dup2(2, 1)
+        sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+        self._children: set[int] = set()
+        self._killed: set[int] = set()
+
+    def refuse(self, error: str) -> None:
+        """Tell the owner that this server can't serve."""
+        body = error.encode(errors="replace")
+        self.control.sendall(RECORD.pack(REFUSED, len(body)) + body)
+
+    def serve(self, work: Callable[[socket.socket], None]) -> NoReturn:
+        """Serve until the owner closes the socket or dies. ``work`` gets the connection of a forked process in it."""
+        signal.signal(signal.SIGTERM, lambda *_: _end(0))
+        # From now on this process has others to kill. The kernel's parent is a thread, which may end before the owner.
+        _die_with_parent(self._owner, 0)
+        try:
+            self.control.sendall(RECORD.pack(READY, 0))
+            self._run(work)
+        except ConnectionError:
+            pass  # the owner has closed the socket
+        except Exception:
+            traceback.print_exc()
+            _end(1)
+        _end(0)
+
+    def _run(self, work: Callable[[socket.socket], None]) -> None:
+        poller = select.poll()
+        poller.register(self.control, select.POLLIN)
+        # A process forked from the owner may hold the other end open, so a closed socket is not the only sign.
+        while os.getppid() == self._owner:
+            if not poller.poll(_ORPHAN_CHECK_MS):
+                continue
+            data, descriptors, _, _ = socket.recv_fds(self.control, RECORD.size, 1, socket.MSG_WAITALL)
+            if len(data) < RECORD.size:
+                break
+            kind, pid = RECORD.unpack(data)
+            if kind == FORK:
+                answer = self._fork(descriptors[0], work)
+            else:
+                answer = self._kill_family(pid) if self._is_user_code else self._kill(pid)
+            self.control.sendall(RECORD.pack(kind, answer))
+            self._reap()
+
+    def _fork(self, descriptor: int, work: Callable[[socket.socket], None]) -> int:
+        """Fork a process. Return its id, or 0 if the machine refuses."""
+        server = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError:
+            pid = -1
+        if pid == 0:
+            self._be_child(descriptor, work, server)
+        os.close(descriptor)
+        if pid > 0:
+            with contextlib.suppress(OSError):  # the child may have done this already, or may have ended
+                os.setpgid(pid, pid)
+            self._children.add(pid)
+        fault_point("fork_server.forked")
+        return max(pid, 0)
+
+    def _be_child(self, descriptor: int, work: Callable[[socket.socket], None], server: int) -> NoReturn:
+        code = 1
+        try:
+            os.set_inheritable(descriptor, False)
+            with contextlib.suppress(OSError):
+                os.setpgid(0, 0)
+            _die_with_parent(server)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            if self._is_user_code:
+                os.environ[CHILD_MARK] = f"{os.environ.get(MARK, '')}-{os.getpid()}"
+                _be_killed_first()
+            self.control.close()
+            work(socket.socket(fileno=descriptor))
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            # The forked child must never return into the server's loop.
+            os._exit(code)
+
+    def _kill(self, pid: int) -> int:
+        """Kill the forked process ``pid`` if it still runs. Return the signal that ended it, or 0.
+
+        No other process can have its id, because its exit status was not collected yet.
+        """
+        if pid not in self._children:
+            return 0
+        self._children.discard(pid)
+        os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+        return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+
+    def _kill_family(self, pid: int) -> int:
+        """Kill the forked process ``pid`` and all that it started, without waiting for the end."""
+        if pid in self._children:
+            fault_point("fork_server.killing")
+            family = descendants_of(pid)  # before they lose their parents
+            for kill in (os.killpg, os.kill):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    kill(pid, signal.SIGKILL)
+            kill_all(family)
+            kill_marked(CHILD_MARK, f"{os.environ.get(MARK, '')}-{pid}")
+            self._children.discard(pid)
+            self._killed.add(pid)
+        return 0
+
+    def _reap(self) -> None:
+        for pid in list(self._killed):
+            with contextlib.suppress(ChildProcessError):
+                if os.waitpid(pid, os.WNOHANG)[0] == 0:
+                    continue
+            self._killed.discard(pid)
+
+
+def _end(code: int) -> NoReturn:
+    """Kill all that this process and its forked processes started, and exit. A second signal must not interrupt it."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    kill_marked(MARK, os.environ.get(MARK, ""))
+    os._exit(code)
+
+
+def _die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
+    """Have the kernel send this process ``signum`` when its parent dies, on Linux; nothing if it is 0.
+
+    Exit at once if the parent, whose process id is ``parent``, is dead already. On other systems this process ends when
+    its socket closes.
+    """
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _be_killed_first() -> None:
+    """Ask the kernel to kill this process before the owner if the machine runs out of memory."""
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "wb") as file:
+        file.write(_MOST_KILLABLE)
