@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ import pytest
 
 from async_rl.config.config import Config
 from async_rl.config.loading import config_to_toml
+from async_rl.process.child import PARENT_WATCH_FD, watch_parent
 from async_rl.queue.client.clients import GeneratorQueue, LearnerQueue
 from async_rl.queue.messages import Announcement
 from async_rl.run.queue_files import read_record
@@ -40,8 +42,11 @@ class Server:
 
 
 def run_server(arguments: list[str], parent_watch: Connection | None) -> None:
-    """The server's process."""
-    sys.exit(serve.main(arguments, parent_watch))
+    """The server's process. It ends with the other side of ``parent_watch``."""
+    if parent_watch is not None:
+        os.environ[PARENT_WATCH_FD] = str(parent_watch.fileno())
+        watch_parent()
+    sys.exit(serve.main(arguments))
 
 
 class Servers:

@@ -10,7 +10,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 from functools import partial
-from multiprocessing.connection import Connection
 
 from async_rl.config.loading import load_config
 from async_rl.errors import UserError
@@ -20,8 +19,7 @@ from async_rl.queue.storage.journal import Journal
 from tests.queue.builders import rows
 
 
-def main(arguments: Sequence[str] | None = None, parent_watch: Connection | None = None) -> int:
-    """Serve until the end. The server ends with the other side of ``parent_watch``."""
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("config")
     parser.add_argument("--run-id", default="")
@@ -35,8 +33,7 @@ def main(arguments: Sequence[str] | None = None, parent_watch: Connection | None
         open_journal = None if options.no_journal else partial(Journal, journal_directory(config))
         server = QueueServer(
             config, rows(options.rows), {"test": rows(2)}, open_journal=open_journal, run_id=options.run_id,
-            insecure=options.insecure, parent_watch_fd=parent_watch.fileno() if parent_watch else None,
-            orphan_s=options.orphan_s,
+            insecure=options.insecure, orphan_s=options.orphan_s,
         )  # fmt: skip
     except UserError as error:
         print(error, file=sys.stderr)

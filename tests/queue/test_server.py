@@ -451,7 +451,7 @@ def test_the_server_ends_with_its_parent(servers, tmp_path):
     server = servers.start(make_config(str(tmp_path / "run")), parent_watch=watched)
     watched.close()
     parent.close()
-    assert server.process.communicate(timeout=20)[0] == "ended: the process that started the queue server is gone\n"
+    assert server.process.communicate(timeout=20)[0] == "ended: SIGTERM\n"
 
 
 def test_a_server_that_gets_sigterm_serves_its_learner_until_that_has_saved_and_left(servers, tmp_path):

@@ -1,4 +1,4 @@
-"""Decide when the queue server ends: the run is finished, its learner or parent is gone, or a signal asked for it."""
+"""Decide when the queue server ends: the run is finished, its learner is gone, or a signal asked for it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import select
 import time
 from collections.abc import Iterable
 
-from async_rl.net.streams import is_readable
 from async_rl.queue.core.generators import GeneratorEntry
 from async_rl.queue.core.state import QueueState
 
@@ -24,12 +23,10 @@ class Lifetime:
     Args:
         linger_s: seconds for which the server waits for another learner after its learner is gone.
         orphan_s: seconds after its start in which a learner must attach. None for no limit.
-        parent_watch_fd: the read end of a pipe that closes when the parent dies. None if no parent is watched.
     """
 
-    def __init__(self, *, linger_s: float, orphan_s: float | None, grace_s: float, parent_watch_fd: int | None) -> None:
-        self._linger_s, self._orphan_s, self._parent_watch_fd = linger_s, orphan_s, parent_watch_fd
-        self._grace_s = grace_s
+    def __init__(self, *, linger_s: float, orphan_s: float | None, grace_s: float) -> None:
+        self._linger_s, self._orphan_s, self._grace_s = linger_s, orphan_s, grace_s
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         self._stop_reason = ""
@@ -38,18 +35,14 @@ class Lifetime:
         self._finished_at: float | None = None
 
     @property
-    def fds(self) -> list[int]:
-        """File descriptors that become readable when the server must end.
-
-        The server polls them together with its socket.
-        """
-        return [fd for fd in (self._wake_read, self._parent_watch_fd) if fd is not None]
+    def fd(self) -> int:
+        """The descriptor that becomes readable when the server must end. It is polled together with the socket."""
+        return self._wake_read
 
     def wait(self, timeout_s: float) -> None:
         """Wait up to ``timeout_s`` seconds, or until the server must end."""
         poller = select.poll()
-        for fd in self.fds:
-            poller.register(fd, select.POLLIN)
+        poller.register(self.fd, select.POLLIN)
         poller.poll(timeout_s * 1000)
 
     def stop(self, reason: str) -> None:
@@ -90,8 +83,6 @@ class Lifetime:
                 return self._stop_reason
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake_read, 16)  # the waits for messages must not return at once
-        if self._parent_watch_fd is not None and _is_broken(self._parent_watch_fd):
-            return "the process that started the queue server is gone"
         if state.finished:
             self._finished_at = self._finished_at or now
             return "the run is finished" if not any(unaware) or now - self._finished_at >= FINISH_GRACE_S else ""
@@ -108,8 +99,3 @@ class Lifetime:
     def close(self) -> None:
         os.close(self._wake_read)
         os.close(self._wake_write)
-
-
-def _is_broken(fd: int) -> bool:
-    """Return whether the other end of a pipe to which nothing is ever written is closed: the parent has died."""
-    return is_readable(fd, 0.0) and not os.read(fd, 1)

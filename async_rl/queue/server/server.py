@@ -101,7 +101,6 @@ class QueueServer:
         data_digest: a digest of the training rows.
         open_journal: opens the journal. None for a server without a journal.
         run_id: the run to serve. If empty, the first learner sets it.
-        parent_watch_fd: the read end of a pipe that closes when the parent dies. None if no parent is watched.
         orphan_s: the server ends if no learner attaches within this many seconds. None for no limit.
         on_ready: called with the address when the server is ready.
 
@@ -115,8 +114,7 @@ class QueueServer:
     def __init__(
         self, config: Config, train_rows: Sequence[Row], eval_rows: Mapping[str, Sequence[Row]], *,
         data_digest: str = "", open_journal: Callable[[], Journal] | None = None, run_id: str = "",
-        insecure: bool = False,
-        parent_watch_fd: int | None = None, orphan_s: float | None = None,
+        insecure: bool = False, orphan_s: float | None = None,
         on_ready: Callable[[str], None] | None = None,
     ) -> None:  # fmt: skip
         if not train_rows:
@@ -144,17 +142,13 @@ class QueueServer:
         self._files_logged_at = float("-inf")
         self._last_news: tuple[Announcement | None, bool] = None, False
         self._lifetime = Lifetime(
-            linger_s=config.experimental.linger_s,
-            orphan_s=orphan_s,
-            grace_s=config.checkpoint.grace_s,
-            parent_watch_fd=parent_watch_fd,
+            linger_s=config.experimental.linger_s, orphan_s=orphan_s, grace_s=config.checkpoint.grace_s
         )
         self._files = RunFiles(run_dir, self.address)
         self._metrics, self._metrics_at = MetricsEndpoint("queue", config.log.prometheus_port, config), float("-inf")
         self._poller = zmq.Poller()
         self._endpoint.register(self._poller)
-        for fd in self._lifetime.fds:
-            self._poller.register(fd, zmq.POLLIN)
+        self._poller.register(self._lifetime.fd, zmq.POLLIN)
         try:
             self._durable.load()
         except QueueError:

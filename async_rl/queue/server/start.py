@@ -35,7 +35,7 @@ _LOOK_AGAIN_S = 0.2
 
 def run_queue(
     config: Config, *, insecure: bool, run_id: str | None = None, fresh: bool = False,
-    parent_watch_fd: int | None = None, on_ready: Callable[[str], None] | None = None,
+    on_ready: Callable[[str], None] | None = None,
 ) -> None:  # fmt: skip
     """Run a queue server until its end: load the data, bind the socket, and serve. ``async-rl queue CONFIG`` calls it.
 
@@ -44,7 +44,6 @@ def run_queue(
     Args:
         run_id: only the learner of this run may attach, and the server ends if it does not attach in time. None accepts
             any run.
-        parent_watch_fd: the read end of a pipe that closes when the parent dies. The server then ends.
         on_ready: called with the server's address.
 
     Raises:
@@ -61,7 +60,7 @@ def run_queue(
     open_journal = partial(_open_journal, config, run_id or "", fresh=fresh) if config.experimental.journal else None
     server = QueueServer(
         config, train.rows, evals, data_digest=train.digest, open_journal=open_journal, run_id=run_id or "",
-        insecure=insecure, parent_watch_fd=parent_watch_fd, on_ready=on_ready,
+        insecure=insecure, on_ready=on_ready,
         orphan_s=config.experimental.linger_s + _START_S if run_id else None,
     )  # fmt: skip
     serve_until_signal(server)
