@@ -71,9 +71,9 @@ class Forker:
 
     def serve(self, work: Callable[[socket.socket], None]) -> NoReturn:
         """Serve until the owner closes the socket or dies. ``work`` gets the connection of a forked process in it."""
-        signal.signal(signal.SIGTERM, lambda *_: _end(0))
+        signal.signal(signal.SIGTERM, lambda *_: self._end(0))
         # From now on this process has others to kill. The kernel's parent is a thread, which may end before the owner.
-        _die_with_parent(self._owner, 0)
+        _set_death_signal(0)
         try:
             self.control.sendall(RECORD.pack(READY, 0))
             self._run(work)
@@ -81,8 +81,8 @@ class Forker:
             pass  # the owner has closed the socket
         except Exception:
             traceback.print_exc()
-            _end(1)
-        _end(0)
+            self._end(1)
+        self._end(0)
 
     def _run(self, work: Callable[[socket.socket], None]) -> None:
         poller = select.poll()
@@ -172,25 +172,31 @@ class Forker:
                     continue
             self._killed.discard(pid)
 
+    def _end(self, code: int) -> NoReturn:
+        """Kill all that this process and its forked processes started, and exit. A second signal does not interrupt it.
 
-def _end(code: int) -> NoReturn:
-    """Kill all that this process and its forked processes started, and exit. A second signal must not interrupt it."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    kill_marked(MARK, os.environ.get(MARK, ""))
-    os._exit(code)
+        The owner learns of it first, so that it asks this server for nothing after it has seen a process end.
+        """
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        self.control.close()
+        kill_marked(MARK, os.environ.get(MARK, ""))
+        os._exit(code)
 
 
-def _die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
-    """Have the kernel send this process ``signum`` when its parent dies, on Linux; nothing if it is 0.
-
-    Exit at once if the parent, whose process id is ``parent``, is dead already. On other systems this process ends when
-    its socket closes.
-    """
-    if sys.platform != "linux":
-        return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)
+def _die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent dies. Exit if ``parent``, its process id, is dead already."""
+    _set_death_signal(signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def _set_death_signal(signum: int) -> None:
+    """Have the kernel send ``signum`` when the parent dies, or nothing if it is 0. Elsewhere than on Linux do nothing.
+
+    There a process ends when its socket closes.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)
 
 
 def _be_killed_first() -> None:

@@ -12,10 +12,9 @@ import subprocess
 import weakref
 from collections.abc import Mapping, Sequence
 
-from async_rl.process.child import module_command, package_environment
+from async_rl.process.child import GRACE_S, module_command, package_environment
 
 _CHUNK = 1 << 16
-_EXIT_S = 1.0
 
 
 class Helper:
@@ -44,7 +43,8 @@ class Helper:
                 env=package_environment() if environment is None else environment,
                 stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(), *pass_fds),
             )  # fmt: skip
-        weakref.finalize(self, _stop, self._process, self.socket, _EXIT_S)
+        # If nobody has stopped it, it may still have processes of its own to end.
+        weakref.finalize(self, _stop, self._process, self.socket, GRACE_S)
 
     @property
     def pid(self) -> int:
