@@ -5,13 +5,13 @@ sample and step until done. It checks everything that an environment returns, so
 mistake. An agent makes its calls over HTTP: ``play_agent`` only waits for its end.
 
 Messages are JSON objects in frames of ``net.streams``, so that a malformed message of an environment can do no harm.
-The fork server gets ``prepare`` (extra). The generator sends ``start`` (prompt, state, extra_info, seed, max_turns; for
-an agent also endpoint: base_url, api_key, command, finish_key), ``sampled`` (text, finish_reason, num_tokens), ``over``
-(the rollout gets no further turn) and ``cancel``. This process sends ``sample`` (state, max_tokens, stop), ``ended``
-(turns: the reward and score of every action; for an agent reward and score, or None, and metrics), ``failed`` (error;
-for an exception also what ``describe_error`` returns, as detail and place, its class as kind, and ``is_transient``) and
-``cancelled``. For an agent the last three also say ``is_alone``: whether all processes that the rollout has started
-have ended.
+The fork server gets ``prepare`` (allowed, digest, extra). The generator sends ``start`` (prompt, state, extra_info,
+seed, max_turns; for an agent also endpoint: base_url, api_key, command, finish_key), ``sampled`` (text, finish_reason,
+num_tokens), ``over`` (the rollout gets no further turn) and ``cancel``. This process sends ``sample`` (state,
+max_tokens, stop), ``ended`` (turns: the reward and score of every action; for an agent reward and score, or None, and
+metrics), ``failed`` (error; for an exception also what ``describe_error`` returns, as detail and place, its class as
+kind, and ``is_transient``) and ``cancelled``. For an agent the last three also say ``is_alone``: whether all processes
+that the rollout has started have ended.
 """
 
 from __future__ import annotations
@@ -174,28 +174,22 @@ class _Channel:
         return message
 
 
-def prepare(sock: socket.socket, code: Any) -> str:
-    """Receive ``environment.extra`` and call the environment's function ``prepare``, if it has one, with it.
+def prepare(code: Any, extra: dict[str, Any]) -> str:
+    """Call the environment's function ``prepare``, if it has one, with ``environment.extra``.
 
     Return the error, for the user, or an empty text.
     """
-    sock.setblocking(True)
-    buffer = bytearray()
-    while (message := unpack(buffer)) is None:
-        if not (chunk := sock.recv(_CHUNK)):
-            raise ConnectionError("the generator closed the socket before it sent the environment's settings")
-        buffer += chunk
     if not hasattr(code, "prepare"):
         return ""
     try:
-        inspect.signature(code.prepare).bind(message["extra"])
+        inspect.signature(code.prepare).bind(extra)
     except (TypeError, ValueError):
         return (
             "expected its function prepare to take one argument, environment.extra, got another one; "
             "write prepare(extra), in a class as a static method, or give it another name"
         )
     try:
-        asyncio.run(_prepared(code.prepare(message["extra"])))
+        asyncio.run(_prepared(code.prepare(extra)))
     except Exception as error:  # an error in the environment's code, which the user gets in words
         detail, _ = describe_error(error)
         return f"its function prepare failed: {detail}; correct it, or what it reads of extra"
@@ -356,8 +350,8 @@ async def play_agent(code: Any, task: Task) -> dict[str, Any]:
     fault_point("agent.begun")
     made = await _awaited(run(task))
     fault_point("agent.ended")
-    found: dict[str, Any] = dict(made) if isinstance(made, Mapping) else {"reward": made}
-    metrics: Any = found.pop("metrics", None) or {}
+    result: dict[str, Any] = dict(made) if isinstance(made, Mapping) else {"reward": made}
+    metrics: Any = result.pop("metrics", None) or {}
     if not isinstance(metrics, Mapping):
         raise EnvironmentFault(
             f"the agent's result: metrics: expected a dict of numbers, got {metrics!r:.60}; correct what it returns"
@@ -367,16 +361,16 @@ async def play_agent(code: Any, task: Task) -> dict[str, Any]:
             f"the agent's result: expected at most {MAX_METRICS} metrics, with names of at most {MAX_METRICS} "
             f"characters, got more; leave some out"
         )
-    unknown = sorted(map(str, set(found) - {"reward", "score"}))
-    found |= {f"metrics.{name}": value for name, value in metrics.items()}
-    wrong = [name for name, value in found.items() if value is not None and not is_finite(value)]
+    unknown = sorted(map(str, set(result) - {"reward", "score"}))
+    result |= {f"metrics.{name}": value for name, value in metrics.items()}
+    wrong = [name for name, value in result.items() if value is not None and not is_finite(value)]
     if unknown or wrong:
         name = (unknown or wrong)[0]
         raise EnvironmentFault(
             f"the agent's result: expected a finite number, a dict with reward, score and metrics, or None, got "
-            f"{name} = {found[name]!r:.60}; correct what it returns"
+            f"{name} = {result[name]!r:.60}; correct what it returns"
         )
-    numbers = {name: None if (value := found.get(name)) is None else float(value) for name in ("reward", "score")}
+    numbers = {name: None if (value := result.get(name)) is None else float(value) for name in ("reward", "score")}
     return {**numbers, "metrics": {str(name): float(value) for name, value in metrics.items() if value is not None}}
 
 

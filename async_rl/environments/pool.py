@@ -22,7 +22,6 @@ from typing import Any
 
 from async_rl.config.generator import EnvironmentConfig
 from async_rl.environments.child import FrameError, pack, unpack
-from async_rl.environments.fork_server import digest_word
 from async_rl.errors import ConfigError
 from async_rl.process.fork_client import ForkServer, ServerLostError, StartError
 from async_rl.process.fork_server import FORK
@@ -427,12 +426,11 @@ def _fork_server(
         ConfigError: ``environment.extra`` is no JSON.
     """
     try:
-        settings = pack({"type": "prepare", "extra": config.settings})
+        settings = pack({"type": "prepare", "allowed": [*allowed], "digest": digest, "extra": config.settings})
     except FrameError as error:
         raise ConfigError(f"environment.extra: {error}") from None
     return ForkServer(
-        "async_rl.environments.fork_server", config.code, digest_word(digest), *allowed, content=config.code,
-        settings=settings, clock=clock,
+        "async_rl.environments.fork_server", config.code, content=config.code, settings=settings, clock=clock
     )  # fmt: skip
 
 

@@ -50,8 +50,8 @@ def package_path(inherited: Mapping[str, str]) -> str:
 
     Its first folder is that of this package. The folders of ``PYTHONPATH`` in the environment ``inherited`` follow.
     """
-    others = [path for path in inherited.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", PACKAGE_ROOT)]
-    return os.pathsep.join([PACKAGE_ROOT, *others])
+    paths = [path for path in inherited.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", PACKAGE_ROOT)]
+    return os.pathsep.join([PACKAGE_ROOT, *paths])
 
 
 def package_environment() -> dict[str, str]:

@@ -21,13 +21,13 @@ def descendants_of(root: int) -> set[int]:
     for pid, stat in _files("stat"):
         with contextlib.suppress(ValueError, IndexError):
             children.setdefault(int(stat.rpartition(b")")[2].split()[1]), []).append(pid)
-    found: set[int] = set()
+    descendants: set[int] = set()
     open_pids = [root]
     while open_pids:
-        new = set(children.get(open_pids.pop(), ())) - found
-        found |= new
+        new = set(children.get(open_pids.pop(), ())) - descendants
+        descendants |= new
         open_pids += new
-    return found
+    return descendants
 
 
 def marked_with(variable: str, value: str) -> set[int]:
@@ -42,9 +42,9 @@ def marked_with(variable: str, value: str) -> set[int]:
 def kill_marked(variable: str, value: str) -> None:
     """Kill the processes that ``marked_with`` finds, until there are none, as they may start others meanwhile."""
     for _ in range(_MAX_ROUNDS):
-        if not (found := marked_with(variable, value)):
+        if not (pids := marked_with(variable, value)):
             return
-        kill_all(found)
+        kill_all(pids)
 
 
 def kill_all(pids: Iterable[int]) -> None:

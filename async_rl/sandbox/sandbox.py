@@ -238,10 +238,10 @@ class Sandbox:
             raise SandboxError(f"programs can't be isolated on this machine: {error}; {REMEDY}") from error
         if ran.output != PROBE_ANSWER:
             self._end(launcher)
-            found = (ran.output or ran.stderr_tail.encode()).decode(errors="replace").strip()
+            printed = (ran.output or ran.stderr_tail.encode()).decode(errors="replace").strip()
             raise SandboxError(
                 f"the sandbox does not isolate programs on this machine: its test program should print "
-                f"{PROBE_ANSWER.decode().strip()!r}, but the result was: {found or ran}; {REMEDY}"
+                f"{PROBE_ANSWER.decode().strip()!r}, but the result was: {printed or ran}; {REMEDY}"
             )
 
 
@@ -273,8 +273,8 @@ class _Launcher:
 
     def __init__(self, packages: list[str], *, isolated: bool) -> None:
         if isolated and kernel_release() < _OLDEST_KERNEL:
-            needed, found = (".".join(map(str, version)) for version in (_OLDEST_KERNEL, kernel_release()))
-            raise SandboxError(f"the sandbox needs Linux {needed} or newer, got {found}; {REMEDY}")
+            needed, actual = (".".join(map(str, version)) for version in (_OLDEST_KERNEL, kernel_release()))
+            raise SandboxError(f"the sandbox needs Linux {needed} or newer, got {actual}; {REMEDY}")
         settings = json.dumps({"packages": packages, "unsafe": not isolated})
         self._helper = Helper(
             "async_rl.sandbox.launcher", settings, environment=_environment(), kind=socket.SOCK_SEQPACKET

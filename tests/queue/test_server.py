@@ -449,7 +449,6 @@ def test_the_server_ends_when_its_learner_has_left(servers, tmp_path):
 def test_the_server_ends_with_its_parent(servers, tmp_path):
     watched, parent = multiprocessing.Pipe(duplex=False)
     server = servers.start(make_config(str(tmp_path / "run")), parent_watch=watched)
-    watched.close()
     parent.close()
     assert server.process.communicate(timeout=20)[0] == "ended: SIGTERM\n"
 

@@ -18,7 +18,6 @@ Bearer``):
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import itertools
@@ -26,9 +25,11 @@ import json
 import logging
 import os
 import socket
+import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -444,12 +445,12 @@ def application(calls: Calls, model: str, max_model_len: int, renderer: asyncio.
     return Starlette(routes=endpoints.routes(), exception_handlers=handlers)
 
 
-async def _serve(listener: socket.socket, link: socket.socket, given: argparse.Namespace) -> None:
+async def _serve(listener: socket.socket, link: socket.socket, settings: Mapping[str, Any]) -> None:
     reader, writer = await asyncio.open_connection(sock=link)
-    calls = Calls(reader, writer, given.first_call)
-    load = asyncio.to_thread(load_renderer, given.tokenizer, json.loads(given.template_arguments))
+    calls = Calls(reader, writer, settings["first_call"])
+    load = asyncio.to_thread(load_renderer, settings["tokenizer"], settings["template_arguments"])
     renderer = asyncio.ensure_future(load)
-    app = application(calls, given.model, given.max_model_len, renderer)
+    app = application(calls, settings["model"], settings["max_model_len"], renderer)
     calls.programs = RemotePrograms(app, calls.send, MAX_CALLS_OF_SESSION)
     serving = asyncio.create_task(serve_http(app, listener))
     listening = asyncio.create_task(calls.listen())
@@ -462,19 +463,13 @@ async def _serve(listener: socket.socket, link: socket.socket, given: argparse.N
 
 
 def main() -> None:
-    """Serve until the generator closes its end of the connection."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("link", type=int, help="descriptor of the socket to the generator")
-    parser.add_argument("listener", type=int, help="descriptor of the socket that listens")
-    parser.add_argument("model")
-    parser.add_argument("max_model_len", type=int)
-    parser.add_argument("first_call", type=int)
-    parser.add_argument("tokenizer", help="directory of the tokenizer; empty: none, and no chats")
-    parser.add_argument("template_arguments", help="the chat template's further variables, as JSON")
-    given = parser.parse_args()
-    listener, link = socket.socket(fileno=given.listener), parent_socket(given.link)
+    """Serve until the generator closes its end of the connection, the first argument.
+
+    The second is the descriptor of the socket that listens, the third has the settings, as ``Front`` writes them.
+    """
+    link, listener = parent_socket(sys.argv[1]), socket.socket(fileno=int(sys.argv[2]))
     link.setblocking(False)
-    asyncio.run(_serve(listener, link, given))
+    asyncio.run(_serve(listener, link, json.loads(sys.argv[3])))
 
 
 if __name__ == "__main__":

@@ -63,8 +63,10 @@ class Front:
         template_arguments: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         require_packages("generator.serve")
-        self._arguments = (model, str(max_model_len))
-        self._chat = ("" if tokenizer is None else str(tokenizer), json.dumps(dict(template_arguments)))
+        self._settings: dict[str, Any] = {
+            "model": model, "max_model_len": max_model_len, "tokenizer": "" if tokenizer is None else str(tokenizer),
+            "template_arguments": dict(template_arguments),
+        }  # fmt: skip
         self._keys: set[str] = set()
         self._join: Join | None = None
         self._offered: dict[str, bytes] = {}
@@ -142,11 +144,9 @@ class Front:
         self._listener.close()
 
     def _start(self) -> None:
-        listener, first_call = self._listener.fileno(), self._num_started * _CALLS_OF_FRONT
-        self._helper = Helper(
-            "async_rl.generator.agents.front", str(listener), *self._arguments, str(first_call), *self._chat,
-            pass_fds=(listener,),
-        )  # fmt: skip
+        fd = self._listener.fileno()
+        settings = json.dumps({**self._settings, "first_call": self._num_started * _CALLS_OF_FRONT})
+        self._helper = Helper("async_rl.generator.agents.front", str(fd), settings, pass_fds=(fd,))
         self._channel = Channel(self._helper.socket)
         self._num_started += 1
 

@@ -107,21 +107,21 @@ def ensure_queue(
             no server and it may not be started.
         AddressError: ``queue.address`` is on another host and nothing answers there.
     """
-    wanted = config.queue.address
-    if wanted is not None and not _is_local(check_address(wanted)[0]):
-        if answering_run(wanted, _START_S, client_keys_of(config.queue.keys)) is None:
+    fixed = config.queue.address
+    if fixed is not None and not _is_local(check_address(fixed)[0]):
+        if answering_run(fixed, _START_S, client_keys_of(config.queue.keys)) is None:
             raise AddressError(
-                f"no queue answers at queue.address = {wanted}; start one there: async-rl queue CONFIG, with the same "
+                f"no queue answers at queue.address = {fixed}; start one there: async-rl queue CONFIG, with the same "
                 f"queue.keys as here"
             )
-        return wanted
-    found = _running(config, run_id)
+        return fixed
+    address = _running(config, run_id)
     deadline = time.monotonic() + wait_s
-    while found is None and not may_start and time.monotonic() < deadline:
+    while address is None and not may_start and time.monotonic() < deadline:
         time.sleep(_LOOK_AGAIN_S)
-        found = _running(config, run_id)
-    if found is not None:
-        return found
+        address = _running(config, run_id)
+    if address is not None:
+        return address
     if not may_start:
         raise QueueError(
             f"no queue server of run {run_id} answered within {wait_s:.0f} s; launch starts it, and starts it again "
@@ -155,11 +155,11 @@ class QueueRestarter:
         if record is None or record.address != self._address or is_alive(record.pid):
             return False
         logger.warning("the queue server (process %d) is gone; starting it again from its journal", record.pid)
-        found = ensure_queue(self._config, self._run_id, self._insecure, self._log_path, command=self._command)
-        if found != self._address:
+        address = ensure_queue(self._config, self._run_id, self._insecure, self._log_path, command=self._command)
+        if address != self._address:
             raise QueueError(
-                f"expected the queue server back at {self._address}, where generators look for it, got it at {found}: "
-                f"its port was taken by another process; start learner and generators again"
+                f"expected the queue server back at {self._address}, where generators look for it, got it at "
+                f"{address}: its port was taken by another process; start learner and generators again"
             )
         return True
 

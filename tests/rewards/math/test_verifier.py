@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from async_rl.errors import RewardError
+from async_rl.process import helper
 from async_rl.rewards.math import verifier as verifier_module
 from async_rl.rewards.math.verifier import MAX_WORKERS, SLOW_WORKERS, MathVerifier
 
@@ -184,12 +185,7 @@ def test_threads_get_their_own_answers(verifier: MathVerifier):
 
 
 def test_processes_that_can_not_start_are_an_error_not_a_wrong_answer(monkeypatch: pytest.MonkeyPatch):
-    real = subprocess.Popen
-
-    def start(arguments: list[str], **options: object):
-        return real([arguments[0], "-c", "raise SystemExit(3)"], **options)  # pyright: ignore[reportCallIssue, reportArgumentType]
-
-    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr(helper, "module_command", lambda *_, **__: [sys.executable, "-c", "raise SystemExit(3)"])
     with pytest.raises(RewardError, match="did not start"):
         MathVerifier().ask("x", "y", 5.0)
 
