@@ -24,8 +24,8 @@ from async_rl.errors import RunError, UserError
 from async_rl.learner.mirror.fetch import check_mirror
 from async_rl.queue.core.prompts import PromptStream
 from async_rl.run.directory import check_writable
-from async_rl.run.loggers import check_loggers
 from async_rl.run.reuse import check_run_dir, has_ended
+from async_rl.run.sinks import check_sinks
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ CHECKS: tuple[Check, ...] = (
     Check("keys", "files", _LEARNERS, lambda s: addresses.check_keys(s.config, is_server=s.role == "launch")),
     Check("interface", "doctor", ("launch", "generator"),
           lambda s: addresses.check_interfaces(s.config, s.connect)),
-    Check("log.to", "machine", _TRAINERS, lambda s: check_loggers(s.config)),
+    Check("log.to", "machine", _TRAINERS, lambda s: check_sinks(s.config)),
     Check("checkpoint.mirror", "machine", _LEARNERS, lambda s: warnings("checkpoint.mirror", check_mirror(s.config))),
     Check("devices", "machine", _ALL, lambda s: machine.check_devices(s.config, *s.devices_of)),
     Check("all devices", "doctor", _ALL, machine.find_devices, needs=("devices",)),

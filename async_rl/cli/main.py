@@ -432,6 +432,35 @@ def status(
         print_status(found)
 
 
+@app.command(short_help="Log, draw and mirror a run from the files in its directory.")
+def follow(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a run.", show_default=False)],
+    overrides: Overrides = None,
+) -> None:
+    """Send the rows of RUN to the sinks of log.to, draw its curve and copy it to its mirror, until it has ended.
+
+    `launch`, `learner`, `sft`, `rm` and `dpo` start this themselves. Start it by hand to log a run that has ended, or
+    one of somebody else, or to send a run that goes on to further sinks. What a sink has is in RUN/follow and is not
+    sent there again.
+
+    \b
+    Example:
+      async-rl follow runs/quickstart --set 'log.to=["tensorboard"]'
+    """
+    with _role(_PLAIN) as is_attached:
+        from async_rl.launch.follow import follow as follow_run
+        from async_rl.run.directory import RunDir
+        from async_rl.run.notes import tell
+
+        run = RunDir(run_dir.absolute())
+        note = say = logging.getLogger(__name__).info
+        if is_attached:
+            note, say = partial(tell, run), partial(tell, RunDir(run.follow))
+        code = follow_run(run, overrides or [], is_attached=is_attached, note=note, say=say)
+        sys.stderr.flush()
+        os._exit(code)  # sinks would wait for their servers once more
+
+
 @app.command(short_help="Supervised warm start on prompts with answers.")
 def sft(config: ConfigPath, overrides: Overrides = None) -> None:
     """Supervised warm start: train the model of CONFIG on sft.data and write a Hugging Face directory to sft.out.

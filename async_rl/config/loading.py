@@ -127,14 +127,17 @@ def default_config(overrides: Iterable[str] = ()) -> Config:
     return parse_config(raw, "the default config")
 
 
-def load_run_config(path: Path) -> Config:
-    """Read the config that async-rl has written to the run directory's file ``path``, maybe by an older version.
+def load_run_config(path: Path, overrides: Iterable[str] = ()) -> Config:
+    """Read the config that async-rl has written to the run directory's file ``path``, maybe by an older version, and
+    apply the ``--set`` options in ``overrides``.
 
     Raises:
         ConfigError: as ``load_config``.
     """
     raw = read_toml(path)
     renew(raw)
+    for override in overrides:
+        apply_override(raw, override)
     return parse_config(raw, str(path))
 
 

@@ -12,8 +12,6 @@ from pydantic import Field, field_validator, model_validator
 
 from async_rl.config.section import Free, OnResume, Recorded, Section
 
-LoggerName = Literal["wandb", "tensorboard", "trackio", "mlflow"]
-
 
 class RunConfig(Section):
     """Where the files of a run are, what the run is called, and its random seed."""
@@ -118,16 +116,16 @@ class LogConfig(Section):
 
     on_resume: ClassVar[OnResume] = OnResume.FREE
 
-    to: tuple[LoggerName, ...] = Field(
+    to: tuple[str, ...] = Field(
         strict=False,
         default=(),
-        description="Tools that metrics and sampled rollouts also go to; those of sft, dpo, rm and eval too. None of "
-        "them can stop or delay a run that has begun (docs/loggers.md).",
+        description="Where metrics and sampled rollouts also go; those of sft, dpo, rm and eval too: wandb, "
+        "tensorboard, trackio, mlflow, or a sink that another package offers. None of them can stop or delay a run "
+        "that has begun (docs/loggers.md).",
     )
     wandb_mode: Literal["online", "offline"] = Field(
         default="online",
-        description="Whether wandb sends over the network, or writes files for `wandb sync`. If its server does not "
-        "answer within 20 s at the start, it writes files too.",
+        description="Whether wandb sends over the network, or writes files for `wandb sync`.",
     )
     project: str = Field(
         default="async-rl",
@@ -176,9 +174,11 @@ class LogConfig(Section):
 
     @field_validator("to")
     @classmethod
-    def _names_each_once(cls, value: tuple[LoggerName, ...]) -> tuple[LoggerName, ...]:
+    def _names_each_once(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if len(set(value)) < len(value):
             raise ValueError(f"expected each tool once, got {', '.join(value)}; leave out the repeated one")
+        if wrong := next((name for name in value if not re.fullmatch(r"\w[\w.-]*", name)), None):
+            raise ValueError(f"expected names of letters, digits, '_', '.' and '-', got {wrong!r}; correct it")
         return value
 
     @field_validator("profile")

@@ -15,8 +15,8 @@ import tempfile
 import textwrap
 import tomllib
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,8 +45,11 @@ from async_rl.records import Lease, Prompt
 from async_rl.rewards.answers import vote_key_of
 from async_rl.run.directory import RunDir, check_writable, write_atomically
 from async_rl.run.eval_records import Decode, append_json_lines, eval_figures, row_records
-from async_rl.run.loggers import Loggers, check_loggers, start_loggers
+from async_rl.run.follower import followed
+from async_rl.run.lock import acquire
 from async_rl.run.metric_table import EVAL_FIGURES
+from async_rl.run.sinks import check_sinks
+from async_rl.run.step_log import StepLog
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +99,7 @@ def run_eval(
         _check_out(out, config)
     keys = client_keys_of(config.queue.keys) if config.reward.asks_scorer else None
     refuse_open_scorers(config, insecure=insecure, has_keys=keys is not None, has_teachers=False)
-    check_loggers(config)
+    check_sinks(config)
     report("reading the datasets")
     prompts = {name: _prompts(config, name) for name in config.data.eval}
     found: list[Evaluated] = []
@@ -105,7 +108,7 @@ def run_eval(
         grader = build_grader(config, None, stack, keys=keys)
         for model in models:
             with ExitStack() as of_model:
-                loggers = of_model.enter_context(closing(_open_loggers(config, model, out)))
+                log_row = of_model.enter_context(_logged(config, model, out))
                 backend, rollouts, decode = _player(config, model, grader, of_model, report)
                 for name in config.data.eval:
                     leases = [_lease(config, name, prompt) for prompt in prompts[name]]
@@ -116,7 +119,7 @@ def run_eval(
                     answered = sample_offline(backend, rollouts, leases, progress=tell)
                     found.append(_evaluated(config, model, name, answered))
                     figures = {f"eval/{name}/{key}": value for key, value in found[-1].figures.items()}
-                    loggers.write({"step": _step_of(model), **figures})
+                    log_row({"step": _step_of(model), **figures})
                     if out is not None:
                         _write(out, found, answered, decode)
     return found
@@ -216,17 +219,27 @@ def _player(
     return backend, environment, decode
 
 
-def _open_loggers(config: Config, model: str, out: Path | None) -> Loggers:
-    """Start the loggers for one model, as a run of its own. Their files get a folder below ``out`` or ``run.dir``."""
+@contextmanager
+def _logged(config: Config, model: str, out: Path | None) -> Iterator[Callable[[Mapping[str, float]], None]]:
+    """Yield the function that logs a row of one model, which is a run of its own in the sinks of ``log.to``.
+
+    Its files get a folder below ``out`` or ``run.dir``.
+    """
     if not config.log.to:
-        return Loggers(())
+        yield lambda row: None
+        return
     if out is None and config.run.dir == _NO_DIRECTORY:
         raise ConfigError("log.to: expected a directory for the files of the loggers, got none; pass --out DIRECTORY")
     name = Path(model).name or "model"
     place = Path(config.run.dir) / "offline_eval" if out is None else out / "loggers"
     place.mkdir(parents=True, exist_ok=True)
-    directory = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=place))
-    return start_loggers(directory, config, name=f"{name}-eval", note=logger.warning)
+    run_dir = RunDir(Path(tempfile.mkdtemp(prefix=f"{name}-", dir=place)))
+    with (
+        closing(acquire(run_dir, "eval")) as lock,
+        followed(config, run_dir, lock, logger.warning, part=f"{name}-eval"),
+        closing(StepLog(run_dir.metrics)) as log,
+    ):
+        yield log.write
 
 
 def _step_of(model: str) -> int:

@@ -33,14 +33,14 @@ from async_rl.launch.planned_steps import planned_steps, schedule_note
 from async_rl.launch.summary import next_lines, summary
 from async_rl.launch.supervisor import Command, Outcome, Supervisor, Timing
 from async_rl.learner.mirror.fetch import bring_back
-from async_rl.learner.mirror.process import is_complete, mirrored
+from async_rl.learner.mirror.passes import is_complete
 from async_rl.net.address import check_address
 from async_rl.net.keys import CLIENT_FILE, SECRET_VARIABLE, client_keys_of
 from async_rl.output import Progress, can_redraw, in_notebook, new_console, print_json, prints_to_stderr
 from async_rl.process.child import DEVICES_ARE_DEALT, module_command, package_path
 from async_rl.process.user_code import changed_code, stored_digests
-from async_rl.run.curve import CurveUpdater
 from async_rl.run.directory import RunDir
+from async_rl.run.follower import followed
 from async_rl.run.lock import RunLock, locked_run_dir
 from async_rl.run.reuse import check_run_dir, has_ended
 from async_rl.run.step_log import last_step
@@ -96,7 +96,8 @@ def launch(
         _print_line(console, _has_ended_line(run_dir))
         if not is_complete(config):
             say = partial(_print_line, console)
-            with locked_run_dir(config, role="launch", fresh=False), mirrored(config, run_dir, say):
+            locked = locked_run_dir(config, role="launch", fresh=False)
+            with locked as (run_dir, lock), followed(config, run_dir, lock, say):
                 pass
         return Ended(0)
     write_inputs()
@@ -112,8 +113,7 @@ def launch(
         num_steps = planned_steps(config, most_prompts, run_dir)
         if line := schedule_note(config, num_steps):
             _print_line(shown, line)
-        with mirrored(config, run_dir, partial(_print_line, shown)):
-            ended = _run(config, run_dir, lock, console, num_steps, insecure=insecure, fresh=fresh, quiet=quiet)
+        ended = _run(config, run_dir, lock, console, num_steps, insecure=insecure, fresh=fresh, quiet=quiet)
         if run_dir.is_finished and name_next:
             for line in next_lines(run_dir, config):
                 _print_line(shown, line)
@@ -278,31 +278,29 @@ def _run(
     shown = new_console(quiet=quiet)
     at_most = "at most " if num_steps < config.learner.steps else ""
     _print_line(shown, f"{name}: {at_most}{num_steps} steps in {run_dir.path} (logs in {run_dir.logs})")
-    if (can_redraw(sys.stdout) or in_notebook()) and not quiet:
-        view = LiveView(console, run_dir.metrics, num_steps, client_keys_of(config.queue.keys))
-    else:
-        view = PlainView(shown, run_dir.metrics, num_steps)
-    curve = CurveUpdater(run_dir, lock, view.note, num_steps)
-    memory_deaths = MemoryDeaths()
-    try:
-        # The processes read the copy in the run directory, so an edit of the user's file can't affect a restart.
-        commands = _commands(config, [str(run_dir.config)], run_id=run_id, insecure=insecure)
-        if line := commands.placement.line:
-            view.note(f"GPUs: {line}")
-        if line := nobody_samples_line(config):
-            view.note(line)
-        environment = {SECRET_VARIABLE: secrets.token_hex(16), **os.environ}
-        timing = Timing(learner_grace_s=config.checkpoint.grace_s + _MARGIN_S)
-        supervisor = Supervisor(
-            commands, run_dir, environment=environment, view=view, timing=timing, lock=lock, memory_deaths=memory_deaths
-        )
-        outcome = supervisor.run()
-    finally:
-        curve.close()
-        view.close()
-        with suppress(KeyboardInterrupt):  # a further Ctrl-C: the summary matters more than the picture
-            if lock.is_current:
-                curve.draw()
+    memory_deaths, say = MemoryDeaths(), partial(_print_line, shown)
+    with followed(config, run_dir, lock, say, shows_notes=False) as follower:  # the view shows them
+        if (can_redraw(sys.stdout) or in_notebook()) and not quiet:
+            view = LiveView(console, run_dir.metrics, num_steps, client_keys_of(config.queue.keys))
+        else:
+            view = PlainView(shown, run_dir.metrics, num_steps)
+        try:
+            # The processes read the copy in the run directory, so an edit of the user's file can't affect a restart.
+            commands = _commands(config, [str(run_dir.config)], run_id=run_id, insecure=insecure)
+            if line := commands.placement.line:
+                view.note(f"GPUs: {line}")
+            if line := nobody_samples_line(config):
+                view.note(line)
+            environment = {SECRET_VARIABLE: secrets.token_hex(16), **os.environ}
+            timing = Timing(learner_grace_s=config.checkpoint.grace_s + _MARGIN_S)
+            supervisor = Supervisor(
+                commands, run_dir, environment=environment, view=view, timing=timing, lock=lock,
+                memory_deaths=memory_deaths,
+            )  # fmt: skip
+            outcome = supervisor.run()
+            follower.is_failed = 0 < outcome.exit_code < 128
+        finally:
+            view.close()
     for line in [*summary(run_dir, time.monotonic() - started), *memory_deaths.summary()]:
         _print_line(console, line)
     sys.stdout.flush()

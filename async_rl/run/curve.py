@@ -1,8 +1,7 @@
 """Draw ``curve.png``, a picture of a run's metrics.
 
-``launch`` draws it again and again while the run goes (``CurveUpdater``), and once more when it exits, for whatever
-reason. A learner that was started by hand draws it only when it exits. Only then does it import matplotlib. Of a long
-run, each point stands for several steps (``run.thinning``).
+``async-rl follow`` draws it again and again while the run goes (``CurveUpdater``), and once more when the run ends, for
+whatever reason. Of a long run, each point stands for several steps (``run.thinning``).
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import io
 import itertools
 import logging
 import textwrap
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,7 +24,7 @@ from async_rl.run.directory import RunDir, replaced
 from async_rl.run.lock import RunLock
 from async_rl.run.metric_table import PANELS, SHOWN, curves, unit_of
 from async_rl.run.starts import first_steps
-from async_rl.run.step_log import Row, eval_figures, iter_metrics, last_step
+from async_rl.run.step_log import Row, eval_figures, iter_metrics
 from async_rl.run.thinning import thinned
 from async_rl.terminal import visible
 
@@ -50,8 +48,6 @@ _FAR = 3.0
 """The bound is drawn if it is at most this many times the highest staleness."""
 _MAX_MARKS = 200
 """Evaluations are marked only if they are at most so many. More lines would fill the panel."""
-LOOK_S = 1.0
-"""Seconds between two looks at the size of ``metrics.jsonl``."""
 FIRST_DRAWING_S = 10.0
 MIN_PAUSE_S = 10.0
 PAUSE_PER_DRAWING = 50.0
@@ -59,91 +55,51 @@ PAUSE_PER_DRAWING = 50.0
 
 
 class CurveUpdater:
-    """A thread of ``launch`` that draws ``curve.png`` again when ``metrics.jsonl`` has changed.
+    """Draws ``curve.png`` again when ``metrics.jsonl`` has changed.
 
-    The first drawing begins ``FIRST_DRAWING_S`` seconds after the start of the thread. No two drawings run at the same
-    time. The first picture is announced, unless the last step is trained by then. A drawing that fails is reported
-    once, and is tried again after the usual pause.
+    The first drawing begins ``FIRST_DRAWING_S`` seconds after the start. A drawing that fails is reported once, and is
+    tried again after the usual pause.
     """
 
-    def __init__(
-        self,
-        run_dir: RunDir,
-        lock: RunLock,
-        note: Callable[[str], None],
-        num_steps: int,
-        *,
-        look_s: float = LOOK_S,
-        first_s: float = FIRST_DRAWING_S,
-    ) -> None:
-        """Start the thread.
+    def __init__(self, run_dir: RunDir, lock: RunLock, note: Callable[[str], None]) -> None:
+        """Prepare the drawing.
 
         Args:
             lock: the lock of the run directory. Nothing is written after another process has taken the directory over.
-            note: shows a line of text to the user. The thread calls it.
-            num_steps: the number of steps of the whole run.
-            look_s: seconds between two looks at ``metrics.jsonl``.
-            first_s: seconds before the first drawing.
+            note: shows a line of text to the user.
         """
-        self._run_dir, self._lock, self._note, self._look_s = run_dir, lock, note, look_s
-        self._num_steps = num_steps
+        self._run_dir, self._lock, self._note = run_dir, lock, note
         self._drawn: tuple[int, int] | None = None
-        self._is_announced = False
-        self._draw_at = time.monotonic() + first_s
+        self._draw_at = time.monotonic() + FIRST_DRAWING_S
         self._reported = False
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="curve", daemon=True)
-        self._thread.start()
+
+    def look(self) -> None:
+        """Draw the curve if it is time. Call this every second."""
+        size, started = _size_of(self._run_dir.metrics), time.monotonic()
+        if size == self._drawn or started < self._draw_at or not self._lock.is_current:
+            return
+        self._drawn = size
+        self.draw()
+        ended = time.monotonic()
+        self._draw_at = ended + pause_after(ended - started)
 
     def draw(self) -> None:
-        """Draw the curve now. Call this only after ``close``."""
-        problem = draw_curve(self._run_dir, self._lock)
-        if problem and not self._reported:
-            self._note(problem)
+        """Draw the curve now, if the run has metrics. A missing picture must not end a run, so this never raises."""
+        problem = ""
+        try:
+            write_curve(self._run_dir, self._lock)
+        except Exception as error:  # whatever fails in the drawing
+            problem = f"can't draw {self._run_dir.curve}: {type(error).__name__}: {error}"
+            if not self._reported:
+                self._note(f"{problem}; the run does not need it and goes on")
         self._reported = bool(problem)
         # Figures are cycles of objects. In a process as quiet as this one, a hundred may wait for the next collection.
         gc.collect()
-
-    def close(self) -> None:
-        """End the thread. Wait until it has finished a drawing that it has begun."""
-        self._stop.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._stop.wait(self._look_s):
-            found = _size_of(self._run_dir.metrics)
-            started = time.monotonic()
-            if found == self._drawn or started < self._draw_at or not self._lock.is_current:
-                continue
-            self._drawn = found
-            self.draw()
-            ended = time.monotonic()
-            self._draw_at = ended + pause_after(ended - started)
-            if not self._is_announced and not self._reported and self._is_training():
-                self._note(f"curve: {self._run_dir.curve}, drawn again while the run goes")
-                self._is_announced = True
-
-    def _is_training(self) -> bool:
-        """Return whether the run has metrics, so that there is a picture, and has further steps to train."""
-        has_rows = next(iter_metrics(self._run_dir.metrics), None) is not None
-        return has_rows and last_step(self._run_dir.metrics) < self._num_steps
 
 
 def pause_after(drawing_s: float) -> float:
     """Return how many seconds to wait after a drawing that took ``drawing_s`` seconds."""
     return max(MIN_PAUSE_S, PAUSE_PER_DRAWING * drawing_s)
-
-
-def draw_curve(run_dir: RunDir, lock: RunLock | None = None) -> str:
-    """Draw ``curve.png`` if the run has metrics. Return why it could not be drawn; an empty text if nothing failed.
-
-    A missing picture must not end a run, so this function raises no exception.
-    """
-    try:
-        write_curve(run_dir, lock)
-    except Exception as error:  # whatever fails in the drawing: the caller reports it
-        return f"can't draw {run_dir.curve}: {type(error).__name__}: {error}; the run does not need it and goes on"
-    return ""
 
 
 def write_curve(run_dir: RunDir, lock: RunLock | None = None) -> bool:

@@ -141,6 +141,11 @@ class RunDir:
         return self.path / "curve.png"
 
     @property
+    def follow(self) -> Path:
+        """Path of the folder of ``async-rl follow``: what each sink of ``log.to`` has, and how the run ended."""
+        return self.path / "follow"
+
+    @property
     def finished_marker(self) -> Path:
         return self.path / "finished.json"
 

@@ -1,4 +1,4 @@
-"""The writer of ``metrics.jsonl`` and of the loggers.
+"""The writer of ``metrics.jsonl``.
 
 ``metrics.jsonl`` has one JSON object per line. After every optimizer step the learner writes a *step row* with keys of
 ``metric_table``, without ``loss/policy`` if there was nothing to train. After every finished evaluation the learner
@@ -9,32 +9,24 @@ Values that are not finite become null, because JSON has no NaN.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from async_rl.config.config import Config
 from async_rl.run.directory import RunDir
-from async_rl.run.loggers import start_loggers
-from async_rl.run.notes import tell
 from async_rl.run.prometheus import Endpoint
 from async_rl.run.step_log import Row, StepLog
 
 
 class MetricsWriter:
-    """Writes rows to ``metrics.jsonl``, one at a time, and sends them to the loggers. A run has one writer."""
+    """Writes rows to ``metrics.jsonl``, one at a time. A run has one writer. ``async-rl follow`` reads them there."""
 
     def __init__(self, run_dir: Path, config: Config, *, on_row: Callable[[Row], None] = lambda row: None) -> None:
         """Open ``metrics.jsonl`` for appending, and remove an incomplete last line, which a dying process may leave.
 
         ``on_row`` is called with each row that is written.
-
-        Raises:
-            ConfigError: a tool of ``log.to`` or its server refuses a run that has not begun.
         """
-        name = config.run.name or run_dir.name
-        self._loggers = start_loggers(run_dir, config, name=name, note=partial(tell, RunDir(run_dir)))
         port = config.log.prometheus_port
         self._endpoint = Endpoint("learner", port and port + 1, config)
         self._log = StepLog(RunDir(run_dir).metrics)
@@ -45,13 +37,8 @@ class MetricsWriter:
         plain = {key: _finite(value) for key, value in row.items()}
         self._log.write(plain)
         self._on_row(plain)
-        self._loggers.write(plain)
         is_step = "version" in plain  # an evaluation's step is that of its request, which is over
         self._endpoint.update({key: value for key, value in plain.items() if is_step or key != "step"})
-
-    def write_samples(self, step: int, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Send the lines of a file of ``rollouts/`` to the loggers."""
-        self._loggers.write_samples(step, lines)
 
     def rewind_to(self, step: int, *, evals_to_come: Collection[tuple[str, int]] = ()) -> int:
         """Move the rows of the steps after ``step`` to another file, as ``StepLog.rewind_to`` does.
@@ -62,14 +49,12 @@ class MetricsWriter:
         Returns:
             The number of rows that were moved.
         """
-        self._loggers.rewind(step)
         return self._log.rewind_to(step, is_gone=lambda row: _is_eval_of(row, evals_to_come))
 
     def close(self) -> None:
-        """Close ``metrics.jsonl`` and finish the run in the loggers."""
+        """Close ``metrics.jsonl``."""
         self._log.close()
         self._endpoint.close()
-        self._loggers.close()
 
 
 def _finite(value: Any) -> Any:

@@ -42,7 +42,7 @@ _FILES = frozenset({
     "config.toml", "queue.json", "queue", "metrics.jsonl", "trained.jsonl", "ledger.json", "rollouts", "eval",
     "checkpoints", "export", "curve.png", "logs", "finished.json", "run.lock", "wandb", "wandb_id", "logger_id",
     "tensorboard", "mlflow", "offline_eval", "run_id", "sft", "rm", "dpo", "scorer", "scorers", "config_changes.jsonl",
-    "origin.json", "data", "report.html", "mirror.json", "notes.log", "code_digests.json", "nonfinite",
+    "origin.json", "data", "report.html", "mirror.json", "follow", "notes.log", "code_digests.json", "nonfinite",
 })  # fmt: skip
 """Names of files and folders that may exist in a run directory without ``config.toml``, because the queue server may
 start before the config is written."""

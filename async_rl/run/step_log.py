@@ -116,7 +116,7 @@ class StepLogTail:
             return
         with self._path.open("rb") as file:
             while file.tell() < self._history_bytes:
-                row = _row(file.readline().decode(errors="replace"))
+                row = parse_row(file.readline().decode(errors="replace"))
                 if row is not None and is_metrics_row(row):
                     yield row
 
@@ -158,7 +158,7 @@ def iter_rows(path: Path, *, is_whole: Callable[[Row], bool] = lambda row: True)
     """Yield the rows of a file one by one, as ``read_rows`` does. A file of a long run needs much memory as a whole."""
     damaged: dict[int, str] = {}
     for number, line in _numbered_lines(path):
-        if (row := _row(line)) is None or not is_whole(row):
+        if (row := parse_row(line)) is None or not is_whole(row):
             damaged[number] = line
         else:
             yield row
@@ -221,7 +221,7 @@ def _parsed(path: Path) -> tuple[list[Row], dict[int, str]]:
     rows: list[Row] = []
     damaged: dict[int, str] = {}
     for number, line in _numbered_lines(path):
-        if (row := _row(line)) is None:
+        if (row := parse_row(line)) is None:
             damaged[number] = line
         else:
             rows.append(row)
@@ -241,10 +241,10 @@ def _numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _metrics_rows(lines: Iterable[str]) -> list[Row]:
-    return [row for row in map(_row, lines) if row is not None and is_metrics_row(row)]
+    return [row for row in map(parse_row, lines) if row is not None and is_metrics_row(row)]
 
 
-def _row(line: str) -> Row | None:
+def parse_row(line: str) -> Row | None:
     """Return the row in a line. None if it is damaged."""
     try:
         row = json.loads(line)

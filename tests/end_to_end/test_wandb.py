@@ -39,7 +39,7 @@ def test_every_row_arrives_without_a_key_a_prompt_or_a_network(tmp_path: Path):
 
 
 @pytest.mark.long
-def test_a_run_starts_and_ends_without_the_server_and_says_so(tmp_path: Path):
+def test_a_run_starts_and_ends_without_the_server_says_so_and_is_logged_afterwards(tmp_path: Path):
     raw = tiny_config(tmp_path, write_tiny_task(tmp_path), learner={"steps": 3}, log={"to": ["wandb"]})
     config = write_config(tmp_path / "config.toml", raw)
     with wandb_server() as server, roles(tmp_path / "logs") as start:
@@ -47,8 +47,11 @@ def test_a_run_starts_and_ends_without_the_server_and_says_so(tmp_path: Path):
         environment = {"WANDB_API_KEY": "k" * 40, "WANDB_BASE_URL": server.url, "HOME": str(tmp_path / "home")}
         launch = start("launch", "launch", str(config), env=environment)
         launch.succeed()
-    (file,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
-    assert [row["step"] for row in history(file)] == [row["step"] for row in metrics(tmp_path / "run")]
-    (note,) = [line for line in launch.log.splitlines() if "wandb" in line]
-    assert "did not start within 20 s" in note
-    assert note.endswith(f"wandb sync {file.parent}")
+        assert server.rows == []
+        server.is_silent.clear()
+        start("follow", "follow", str(tmp_path / "run"), env=environment).succeed()
+    rows = [row["step"] for row in server.rows if "rollouts" not in row]
+    assert rows == [row["step"] for row in metrics(tmp_path / "run")]
+    started, missing = [line for line in launch.log.splitlines() if "wandb" in line]
+    assert started.startswith("wandb did not start: ")
+    assert missing.endswith(f"async-rl follow {tmp_path / 'run'} sends what is left")

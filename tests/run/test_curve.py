@@ -6,10 +6,8 @@ import math
 import os
 import subprocess
 import sys
-import threading
-import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -167,66 +165,25 @@ def lock(tmp_path: Path) -> Iterator[RunLock]:
 
 @pytest.fixture
 def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(curve, "MIN_PAUSE_S", 0.0)
-    monkeypatch.setattr(curve, "PAUSE_PER_DRAWING", 0.0)
+    for name in ("FIRST_DRAWING_S", "MIN_PAUSE_S", "PAUSE_PER_DRAWING"):
+        monkeypatch.setattr(curve, name, 0.0)
 
 
-def poll(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + 60.0
-    while not condition():
-        assert time.monotonic() < deadline, f"waited 60 s for {what}"
-        threading.Event().wait(0.01)
-
-
-def test_the_curve_is_drawn_again_when_the_metrics_grow(tmp_path: Path, lock: RunLock, without_pauses: None):
-    notes: list[str] = []
-    updater = CurveUpdater(RunDir(tmp_path), lock, notes.append, 99, look_s=0.01, first_s=0.0)
-    write_rows(tmp_path, some_rows(3))
-    poll((tmp_path / "curve.png").exists, "the first picture")
-    first = (tmp_path / "curve.png").read_bytes()
-    write_rows(tmp_path, some_rows(30))
-    poll(lambda: (tmp_path / "curve.png").read_bytes() != first, "the second picture")
-    updater.close()
-    assert notes == [f"curve: {tmp_path / 'curve.png'}, drawn again while the run goes"]
-
-
-def test_a_first_picture_is_not_announced_before_it_exists_nor_after_the_last_step(
-    tmp_path: Path, lock: RunLock, without_pauses: None
-):
-    notes: list[str] = []
-    (tmp_path / "metrics.jsonl").touch()
-    updater = CurveUpdater(RunDir(tmp_path), lock, notes.append, 3, look_s=0.01, first_s=0.0)
-    poll(lambda: updater._drawn, "a look at the empty file")
-    write_rows(tmp_path, some_rows(3))
-    poll((tmp_path / "curve.png").exists, "the picture")
-    updater.close()
-    assert notes == []
-
-
-def test_two_drawings_never_run_at_once_and_unchanged_metrics_are_not_drawn_again(
+def test_the_curve_is_drawn_again_when_the_metrics_have_changed(
     tmp_path: Path, lock: RunLock, without_pauses: None, monkeypatch: pytest.MonkeyPatch
 ):
-    begun, go_on = threading.Semaphore(0), threading.Semaphore(0)
-    running: list[int] = []
-
-    def drawing(run_dir: RunDir, lock: RunLock | None) -> str:
-        running.append(1)
-        assert len(running) == 1
-        begun.release()
-        go_on.acquire()
-        running.pop()
-        return ""
-
-    monkeypatch.setattr(curve, "draw_curve", drawing)
-    write_rows(tmp_path, some_rows(3))
-    updater = CurveUpdater(RunDir(tmp_path), lock, lambda line: None, 99, look_s=0.001, first_s=0.0)
-    assert begun.acquire(timeout=60)
-    write_rows(tmp_path, some_rows(4))  # grows during the first drawing, so it is drawn once more
-    go_on.release()
-    assert begun.acquire(timeout=60)
-    go_on.release()
-    assert not begun.acquire(timeout=0.2)
-    updater.close()
+    drawn: list[RunDir] = []
+    monkeypatch.setattr(curve, "write_curve", lambda run_dir, lock: drawn.append(run_dir))
+    updater = CurveUpdater(RunDir(tmp_path), lock, lambda line: None)
+    for num_rows, num_drawings in ((3, 1), (3, 1), (4, 2)):
+        write_rows(tmp_path, some_rows(num_rows))
+        updater.look()
+        assert len(drawn) == num_drawings
+    monkeypatch.setattr(curve, "MIN_PAUSE_S", 60.0)
+    for num_rows in (5, 6):
+        write_rows(tmp_path, some_rows(num_rows))
+        updater.look()
+    assert len(drawn) == 3
 
 
 def test_a_picture_that_cant_be_written_is_reported_once_and_tried_again(
@@ -234,15 +191,15 @@ def test_a_picture_that_cant_be_written_is_reported_once_and_tried_again(
 ):
     (tmp_path / "curve.png").mkdir()  # nothing can be renamed to a directory
     notes: list[str] = []
-    updater = CurveUpdater(RunDir(tmp_path), lock, notes.append, 99, look_s=0.01, first_s=0.0)
-    write_rows(tmp_path, some_rows(3))
-    poll(lambda: notes, "the report")
-    write_rows(tmp_path, some_rows(4))
+    updater = CurveUpdater(RunDir(tmp_path), lock, notes.append)
+    for num_rows in (3, 4):
+        write_rows(tmp_path, some_rows(num_rows))
+        updater.look()
     (tmp_path / "curve.png").rmdir()
     write_rows(tmp_path, some_rows(5))
-    poll((tmp_path / "curve.png").is_file, "the picture")
-    updater.close()
-    (problem,) = [note for note in notes if not note.startswith("curve: ")]
+    updater.look()
+    assert (tmp_path / "curve.png").is_file()
+    (problem,) = notes
     assert "curve.png" in problem
     assert "goes on" in problem
     assert not list(tmp_path.glob(".*partial"))
@@ -289,8 +246,7 @@ def test_rows_are_read_one_by_one_so_that_a_picture_of_more_rows_needs_no_more_m
 
 def test_no_drawing_leaves_a_figure_behind(tmp_path: Path, lock: RunLock):
     write_rows(tmp_path, some_rows(2))
-    updater = CurveUpdater(RunDir(tmp_path), lock, lambda line: None, 2, first_s=1e6)
-    updater.close()
+    updater = CurveUpdater(RunDir(tmp_path), lock, lambda line: None)
     gc.collect()
     before = sum(isinstance(thing, Axes) for thing in gc.get_objects())
     gc.disable()  # a quiet process collects rarely

@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from async_rl.cli.main import main
 from async_rl.config.loading import config_from_toml, config_to_toml, parse_config
 from async_rl.errors import ConfigError
-from async_rl.run import logger_child, logger_process, logger_tools
-from async_rl.run.logger_process import Limits, samples_message
-from async_rl.run.loggers import Loggers, check_loggers, start_loggers
+from async_rl.run import follow
+from async_rl.run.directory import RunDir
+from async_rl.run.eval_records import write_json_lines
+from async_rl.run.follow import Sinks
+from async_rl.run.follower import followed
+from async_rl.run.lock import acquire
 from async_rl.run.metrics import MetricsWriter
+from async_rl.run.sinks import Sink, check_sinks, samples_table
+from async_rl.run.step_log import StepLog, read_rows
+from tests.end_to_end.harness import wait_until
 from tests.run.read_loggers import Rows, mlflow_rows, tensorboard_rows, trackio_rows, wandb_rows
 from tests.run.test_metrics import a_config
 from tests.run.wandb_server import closed_url
-
-NAMES = ("wandb", "tensorboard", "trackio", "mlflow")
 
 
 @pytest.fixture(autouse=True)
@@ -47,18 +52,34 @@ def a_line(step: int, length: int = 10) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def write_run(directory: Path, **log: Any) -> None:
+def started(directory: Path, notes: list[str], *to: str, refuses: bool = False, **log: Any) -> Sinks:
+    config = a_config(directory, to=list(to), **log)
+    return Sinks(config, RunDir(directory), notes.append, refuses=refuses, stats_pid=os.getpid())
+
+
+def write_rows(directory: Path, *steps: int) -> None:
+    """Append rows to ``metrics.jsonl``."""
+    with closing(StepLog(directory / "metrics.jsonl")) as log:
+        for step in steps:
+            log.write({"step": step, "reward/mean": 0.5})
+
+
+def write_run(directory: Path, *to: str, **log: Any) -> None:
     """Six steps with an evaluation of an earlier step; then a rollback to step 4, and steps 5 to 8."""
+    notes: list[str] = []
     for rewind, steps in ((-1, range(1, 7)), (4, range(5, 9))):
-        writer = MetricsWriter(directory, a_config(directory, **log))
+        sinks = started(directory, notes, *to, **log)
+        writer = MetricsWriter(directory, a_config(directory))
         writer.rewind_to(rewind)
         for step in steps:
             writer.write({"step": step, "reward/mean": step + rewind / 8, "bad": float("nan"), "count": step})
             if step == 5:
-                writer.write_samples(step, [a_line(step)] * 40)
+                lines = [a_line(step, length=8 + rewind)] * 40
+                write_json_lines(directory / "rollouts" / f"step-{step:06d}.jsonl", lines)
         writer.write({"step": steps[0], "eval/odd@name/accuracy": 0.25})
         writer.close()
-    assert not (directory / "notes.log").exists()
+        assert sinks.finish(is_failed=False)
+    assert notes == []
 
 
 def check_rows(found: Rows, *, odd: str = "odd@name") -> None:
@@ -73,18 +94,18 @@ def check_rows(found: Rows, *, odd: str = "odd@name") -> None:
 
 
 def test_tensorboard_has_the_rows_of_a_run_that_was_resumed(tmp_path: Path):
-    write_run(tmp_path, to=["tensorboard"])
+    write_run(tmp_path, "tensorboard")
     found = tensorboard_rows(tmp_path)
     check_rows(found)
     table = found[5]["rollouts"]
     assert len(table) == (1 + 32) * 8  # a header and 32 rows, of 8 cells
-    assert table[8:16] == ["5", "7", "user: 5+1=", "x" * 10, "0.5", "1.0", "10", "stop"]
+    assert table[8:16] == ["5", "7", "user: 5+1=", "x" * 12, "0.5", "1.0", "12", "stop"]  # 8 + 4
     assert '"path": "tiny"' in found[0]["config"][0]
 
 
 @pytest.mark.slow
 def test_wandb_has_the_rows_of_a_run_that_was_resumed(tmp_path: Path):
-    write_run(tmp_path, to=["wandb"], wandb_mode="offline")
+    write_run(tmp_path, "wandb", wandb_mode="offline")
     found, ids = wandb_rows(tmp_path)
     check_rows(found)
     assert ids == {(tmp_path / "logger_id").read_text()}
@@ -95,7 +116,7 @@ def test_wandb_has_the_rows_of_a_run_that_was_resumed(tmp_path: Path):
 def test_trackio_has_the_rows_of_a_run_that_was_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     storage = pytest.importorskip("trackio.sqlite_storage", reason="make test-loggers installs Trackio")
     monkeypatch.setattr(storage, "TRACKIO_DIR", tmp_path)
-    write_run(tmp_path, to=["trackio"])
+    write_run(tmp_path, "trackio")
     found, names = trackio_rows()
     check_rows(found)
     assert names == {f"{tmp_path.name}-{(tmp_path / 'logger_id').read_text()[:6]}"}
@@ -105,7 +126,7 @@ def test_trackio_has_the_rows_of_a_run_that_was_resumed(tmp_path: Path, monkeypa
 @pytest.mark.slow
 def test_mlflow_has_the_rows_of_a_run_that_was_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     mlflow = pytest.importorskip("mlflow", reason="make test-loggers installs MLflow")
-    write_run(tmp_path, to=["mlflow"])
+    write_run(tmp_path, "mlflow")
     uri = f"sqlite:///{tmp_path}/mlflow/mlflow.db"
     found, run = mlflow_rows(uri)
     check_rows(found, odd="odd_name")
@@ -147,148 +168,192 @@ def test_an_mlflow_server_gets_the_rows_and_may_die(tmp_path: Path, monkeypatch:
     notes: list[str] = []
     with mlflow_server(tmp_path) as (url, _):
         monkeypatch.setenv("MLFLOW_TRACKING_URI", url)
-        write_run(tmp_path / "run", to=["mlflow"])
+        write_run(tmp_path / "run", "mlflow")
         found, run = mlflow_rows(url)
         check_rows(found, odd="odd_name")
         assert run.info.status == "FINISHED"
-        log = started(tmp_path / "run", "mlflow", notes)
+        sinks = started(tmp_path / "run", notes, "mlflow")
         assert notes == []
-    began = time.monotonic()
-    for step in range(9, 12):
-        log.write({"step": step, "reward/mean": 0.5})
-    assert time.monotonic() - began < 1.0
-    log.close()
-    assert notes[-1] == "3 rows are missing in mlflow (steps 9 to 11); metrics.jsonl has all rows"
+    write_rows(tmp_path / "run", 9, 10, 11)
+    assert not sinks.finish(is_failed=False)
+    assert notes[0].startswith("mlflow fails: ")
+    assert notes[-1].startswith(
+        "3 rows are missing in mlflow (steps 9 to 11); metrics.jsonl has all rows, and async-rl"
+    )
 
 
-@pytest.mark.slow
-def test_an_mlflow_server_that_is_away_at_the_start_stops_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    pytest.importorskip("mlflow", reason="make test-loggers installs MLflow")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", closed_url())
-    notes: list[str] = []
-    log = started(tmp_path, "mlflow", notes)
-    log.write({"step": 1})
-    log.close()
-    (note,) = notes
-    assert note.startswith("mlflow did not start: ")
-    assert "goes on without it" in note
-
-
-class Refusing:
-    """A tool that refuses even steps."""
+class Recorder(Sink):
+    """A sink of this test. Its server answers if ``is_there``, and it refuses the steps in ``refused``."""
 
     place = "/there"
-    ended: list[bool]
 
     def __init__(self, settings: Any) -> None:
-        self.ended = []
+        self.calls: list[Any] = []
+        self.is_there, self.refused = threading.Event(), set[int]()
+        self.is_there.set()
 
     def write(self, row: Any) -> None:
-        if row["step"] % 2 == 0:
-            raise RuntimeError(f"no room for {row['step'] // 10}")
+        if not self.is_there.is_set():
+            raise ConnectionError("no route")
+        if row["step"] in self.refused:
+            raise ValueError("no room")
+        self.calls.append(row["step"])
 
-    def table(self, step: int, columns: Any, rows: Any) -> None:
-        raise RuntimeError("no tables")
-
-    def rewind(self, step: int) -> None: ...
+    def rewind(self, step: int) -> None:
+        self.calls.append(f"rewind {step}")
 
     def finish(self, *, is_failed: bool) -> None:
-        self.ended.append(is_failed)
+        self.calls.append("failed" if is_failed else "finished")
 
 
-def test_a_tool_that_raises_is_asked_again_and_each_message_is_answered(monkeypatch: pytest.MonkeyPatch):
-    tool = Refusing({})
-    monkeypatch.setattr(logger_child, "OPENERS", {**logger_tools.OPENERS, "wandb": lambda settings: tool})
-    messages = [["row", {"step": step}] for step in (1, 2, 3, 4, 20)] + [["table", [1, [], []]], ["rewind", 1]]
-    lines = [["wandb", {"limit_s": 1.0}], *messages, ["end", None]]
-    replies = io.StringIO()
-    logger_child.serve(io.StringIO("".join(json.dumps(line) + "\n" for line in lines)), replies)
-    found = [json.loads(line) for line in replies.getvalue().splitlines()][2:]
-    refused = {"state": "refused"}
-    assert found == [
-        True, {**refused, "error": "RuntimeError: no room for 0"}, False, True, False,
-        {**refused, "error": "RuntimeError: no room for 2"}, False,
-        {**refused, "error": "RuntimeError: no tables"}, False, True,
-    ]  # fmt: skip
-    assert tool.ended == [False]
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    """The sink ``own``, whose state a restart does not touch."""
+    sink = Recorder({})
+    monkeypatch.setattr(follow, "sink_factory", lambda name: lambda settings: sink)
+    monkeypatch.setattr(follow, "LOOK_S", 0.01)
+    return sink
 
 
-def started(directory: Path, name: str, notes: list[str], limits: Limits | None = None) -> Loggers:
-    config = a_config(directory, to=[name])
-    return start_loggers(directory, config, name="mine", note=notes.append, limits=limits)
-
-
-def its_process() -> psutil.Process:
-    (found,) = (one for one in psutil.Process().children() if "logger_child" in " ".join(one.cmdline()))
-    return found
-
-
-@pytest.mark.parametrize(("signum", "wanted"), [(signal.SIGKILL, "has ended"), (signal.SIGSTOP, "did not send")])
-def test_a_tool_that_dies_or_stands_still_stops_nothing_and_the_steps_are_named(
-    tmp_path: Path, signum: int, wanted: str
-):
+def test_a_restart_neither_loses_nor_doubles_rows_and_a_rollback_is_told(tmp_path: Path, recorder: Recorder):
     notes: list[str] = []
-    log = started(tmp_path, "tensorboard", notes, Limits(finish_s=0.5, margin_s=0.5))
-    process = its_process()
-    os.kill(process.pid, signum)
-    if signum == signal.SIGKILL:
-        psutil.wait_procs([process], timeout=20)
-    began = time.monotonic()
-    for step in range(1, 6001):  # more than the pipe and the queue hold
-        log.write({"step": step, "text": "x" * 100})
-    assert time.monotonic() - began < 5.0
-    log.close()
-    assert any(wanted in note for note in notes), notes
-    assert notes[-1] == "6000 rows are missing in tensorboard (steps 1 to 6000); metrics.jsonl has all rows"
-    assert not process.is_running()
-
-
-STRAY = """
-import json, sys
-for number, line in enumerate(iter(sys.stdin.readline, '["end", null]\\n')):
-    print({0: '{"state": "started", "place": "here"}', 2: %r}.get(number, "true"), flush=True)
-"""
-
-
-@pytest.mark.parametrize("stray", ["{", "[1]", '{"state": 3}', "\x00", "true\ntrue\ntrue"])
-def test_a_tool_that_writes_into_the_pipe_of_its_answers_is_dropped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stray: str
-):
-    monkeypatch.setattr(logger_process, "module_command", lambda *_, **__: [sys.executable, "-c", STRAY % stray])
-    notes: list[str] = []
-    log = started(tmp_path, "tensorboard", notes)
-    process = next(one for one in psutil.Process().children() if one.cmdline()[1:2] == ["-c"])
-    for step in (1, 2, 3):
-        log.write({"step": step})
-    log.close()
-    assert not process.is_running()
-    assert "into the pipe of its answers" in notes[0] or "answers what it was not asked" in notes[0]
-
-
-def test_rows_that_the_tool_refuses_are_named(tmp_path: Path):
-    notes: list[str] = []
-    log = started(tmp_path, "tensorboard", notes)
-    for step in (1, 2, 3, 2**70):  # TensorBoard's steps have 64 bits
-        log.write({"step": step, "reward/mean": 0.5})
-    log.close()
-    assert "tensorboard did not take a row: ValueError" in notes[0]
-    assert notes[1:] == [f"1 rows are missing in tensorboard (steps {2**70}); metrics.jsonl has all rows"]
-    assert set(tensorboard_rows(tmp_path)) == {0, 1, 2, 3}
-
-
-def test_a_tool_that_can_not_start_ends_only_a_run_that_has_not_begun(tmp_path: Path):
-    (tmp_path / "tensorboard").write_text("not a folder")
-    notes: list[str] = []
-    with pytest.raises(ConfigError, match=r'log\.to: tensorboard did not start: .*take "tensorboard" out of log.to'):
-        started(tmp_path, "tensorboard", notes)
+    write_rows(tmp_path, 1, 2)
+    assert started(tmp_path, notes, "own").finish(is_failed=False)
+    write_rows(tmp_path, 3, 4)  # while nobody follows
+    with closing(MetricsWriter(tmp_path, a_config(tmp_path))) as writer:
+        writer.rewind_to(1)
+        for step in (2, 3):
+            writer.write({"step": step, "reward/mean": 0.75})
+        writer.write({"step": 1, "eval/a/accuracy": 1.0})
+    assert started(tmp_path, notes, "own").finish(is_failed=True)
+    assert recorder.calls == [1, 2, "finished", "rewind 1", 2, 3, 1, "failed"]
+    (tmp_path / "follow" / "own.jsonl").write_text((tmp_path / "follow" / "own.jsonl").read_text()[:-9])
+    assert started(tmp_path, notes, "own").finish(is_failed=False)  # it was killed before the last line was complete
+    assert recorder.calls[-2:] == [1, "finished"]
     assert notes == []
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    log = started(tmp_path, "tensorboard", notes)
-    log.write({"step": 2})
-    log.close()
-    (note,) = notes
+
+
+def test_rows_wait_for_a_server_that_is_away_and_what_is_refused_is_named_and_sent_later(
+    tmp_path: Path, recorder: Recorder
+):
+    notes: list[str] = []
+    recorder.refused = {2}
+    recorder.is_there.clear()
+    write_rows(tmp_path, 1, 2, 3)
+    sinks = started(tmp_path, notes, "own")
+    wait_until("the note", lambda: notes)
+    recorder.is_there.set()
+    assert not sinks.finish(is_failed=False)
+    assert recorder.calls == [1, 3, "finished"]
+    rest = f"metrics.jsonl has all rows, and async-rl follow {tmp_path} sends what is left"
+    assert notes == [
+        "own fails: ConnectionError: no route; the run goes on, it is tried again, and metrics.jsonl has all rows",
+        "own did not take a row: ValueError: no room; the run goes on, and metrics.jsonl has all rows",
+        f"1 rows are missing in own (steps 2); {rest}",
+    ]
+    recorder.refused.clear()
+    assert started(tmp_path, notes, "own").finish(is_failed=False)
+    assert recorder.calls == [1, 3, "finished", 2, "finished"]
+
+
+def test_a_sink_that_hangs_delays_no_other_and_the_end_only_a_little(
+    tmp_path: Path, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+):
+    hang, notes = threading.Event(), list[str]()
+    other = Recorder({})
+    other.write = lambda row: assert_waited(hang)  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setattr(follow, "sink_factory", lambda name: lambda settings: other if name == "hangs" else recorder)
+    monkeypatch.setattr(follow, "FINISH_S", 0.25)
+    monkeypatch.setattr(follow, "MARGIN_S", 0.25)
+    sinks = started(tmp_path, notes, "hangs", "own")
+    write_rows(tmp_path, 1)
+    wait_until("the row", lambda: recorder.calls == [1])
+    assert not sinks.finish(is_failed=False)
+    hang.set()
+    assert recorder.calls == [1, "finished"]
+    assert notes[0].startswith("hangs did not send everything within 0.25 s at the end of the run; metrics.jsonl has")
+    assert notes[1].startswith("1 rows are missing in hangs (steps 1); ")
+
+
+def assert_waited(event: threading.Event) -> None:
+    assert event.wait(30)
+
+
+def test_a_follower_that_is_killed_is_started_again_and_a_failed_run_is_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    offer_sink(tmp_path / "site", monkeypatch)
+    monkeypatch.setattr("async_rl.run.follower._RESTART_S", 0.1)
+    run, said = RunDir(tmp_path / "run"), list[str]()
+    run.path.mkdir()
+    config = a_config(run.path, to=["csv"])
+    run.config.write_text(config_to_toml(config))
+
+    def fail() -> None:
+        for step in (1, 2):
+            write_rows(run.path, step)
+            wait_until("the row", lambda step=step: len(read_rows(run.follow / "csv.jsonl")) == step)
+            (process,) = (child for child in psutil.Process().children() if "follow" in child.cmdline())
+            process.kill()
+        write_rows(run.path, 3)
+        raise KeyError("a failure of the run")
+
+    with closing(acquire(run, "launch")) as lock, pytest.raises(KeyError), followed(config, run, lock, said.append):
+        fail()
+    assert (run.path / "rewards.csv").read_text() == "1,0.5\n2,0.5\n3,0.5\n"
+    assert (run.follow / "end").read_text() == "failed"
+    assert said == []
+
+
+def offer_sink(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Install the example of the docs, the sink ``csv``, as a package outside of the tree."""
+    page = (Path(__file__).parents[2] / "docs" / "loggers.md").read_text()
+    info = directory / "my_sinks-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-sinks\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[async_rl.sinks]\ncsv = my_sinks:Csv\n")
+    (directory / "my_sinks.py").write_text(page.partition("```python\n")[2].partition("```")[0])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(directory), os.environ.get("PYTHONPATH", "")]))
+
+
+def test_a_run_that_has_ended_is_logged_afterwards_to_a_sink_of_another_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    offer_sink(tmp_path / "site", monkeypatch)
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    command = [sys.executable, "-m", "async_rl", "follow", str(run.path), "--set"]
+    run.config.write_text(config_to_toml(a_config(run.path)))
+    for step in (1, 2):  # what it has is not sent again
+        write_rows(run.path, step)
+        done = subprocess.run([*command, 'log.to=["csv"]'], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+    assert (run.path / "rewards.csv").read_text() == "1,0.5\n2,0.5\n"
+    done = subprocess.run([*command, 'log.to=["cvs"]'], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert 'log.to: expected csv, mlflow, tensorboard, trackio, wandb, got "cvs"' in done.stderr
+    with closing(acquire(run, "launch")), pytest.raises(SystemExit, match="2"):
+        main(["follow", str(run.path)])
+    assert "(async-rl launch) uses" in capsys.readouterr().err
+
+
+def test_a_sink_that_can_not_start_ends_only_a_run_that_has_not_begun(tmp_path: Path):
+    (tmp_path / "tensorboard").write_text("not a folder")
+    config, notes = a_config(tmp_path, to=["tensorboard"]), list[str]()
+    (tmp_path / "config.toml").write_text(config_to_toml(config))
+    error = pytest.raises(ConfigError, match=r'log\.to: tensorboard did not start: .*take "tensorboard" out of log.to')
+    with closing(acquire(RunDir(tmp_path), "launch")) as lock:
+        with error, followed(config, RunDir(tmp_path), lock, notes.append):
+            raise AssertionError("the run began")
+        assert notes == []
+        write_rows(tmp_path, 1)
+        with followed(config, RunDir(tmp_path), lock, notes.append):
+            write_rows(tmp_path, 2)
+    note, missing = notes
     assert note.startswith("tensorboard did not start: ")
     assert "goes on without it" in note
+    assert missing.startswith("2 rows are missing in tensorboard (steps 1 to 2); ")
+    assert (tmp_path / "notes.log").read_text().splitlines() == notes
 
 
 def test_a_missing_package_is_refused_with_the_command_that_installs_it(
@@ -298,8 +363,8 @@ def test_a_missing_package_is_refused_with_the_command_that_installs_it(
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'async-rl\[mlflow\]'"):
-        check_loggers(a_config(tmp_path, to=["mlflow"]))
-    check_loggers(a_config(tmp_path, to=[]))
+        check_sinks(a_config(tmp_path, to=["mlflow"]))
+    check_sinks(a_config(tmp_path, to=[]))
 
 
 def test_the_older_key_is_refused_in_a_new_config_and_read_in_a_runs(tmp_path: Path):
@@ -318,8 +383,8 @@ def test_a_tool_is_named_once(tmp_path: Path):
 
 
 def test_samples_are_bounded_in_number_and_size():
-    step, columns, rows = samples_message(3, [a_line(3, length=5000)] * 100)
-    assert (step, len(rows)) == (3, 32)
+    columns, rows = samples_table(3, [a_line(3, length=5000)] * 100)
+    assert len(rows) == 32
     cell = rows[0][columns.index("response")]
     assert cell == "x" * 2000 + "... (5000 characters)"
     assert len(json.dumps(rows)) < 32 * 2500

@@ -1,6 +1,5 @@
 """metrics.jsonl: appended, rewound, read with a torn end; wandb offline."""
 
-import io
 import json
 import math
 import subprocess
@@ -14,10 +13,9 @@ import pytest
 from async_rl.config.config import Config
 from async_rl.config.loading import parse_config
 from async_rl.errors import ConfigError
-from async_rl.run import logger_child
-from async_rl.run.loggers import check_loggers
 from async_rl.run.metric_table import markdown
 from async_rl.run.metrics import MetricsWriter
+from async_rl.run.sinks import Wandb, check_sinks
 from async_rl.run.step_log import read_rows
 from tests.run.metric_keys import undeclared
 
@@ -92,23 +90,22 @@ def test_wandb_online_without_a_key_is_refused_instead_of_asking(tmp_path: Path,
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     with pytest.raises(ConfigError, match="WANDB_API_KEY"):
-        MetricsWriter(tmp_path, a_config(tmp_path, to=["wandb"]))
-    assert not (tmp_path / "metrics.jsonl").exists()
+        check_sinks(a_config(tmp_path, to=["wandb"]))
 
 
 def test_wandb_online_finds_its_key_in_the_environment_or_in_netrc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     config = a_config(tmp_path, to=["wandb"])
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
-    check_loggers(config)
+    check_sinks(config)
     monkeypatch.delenv("WANDB_API_KEY")
     netrc = tmp_path / "netrc"
     netrc.write_text("machine wandb.example login user password secret\n")
     netrc.chmod(0o600)
     with pytest.raises(ConfigError):
-        check_loggers(config)
+        check_sinks(config)
     monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example:8080/api")
-    check_loggers(config)
+    check_sinks(config)
 
 
 def test_wandb_is_not_imported_when_it_is_off(tmp_path: Path):
@@ -141,35 +138,16 @@ def test_wandb_gets_the_mode_the_project_and_every_row(monkeypatch: pytest.Monke
         return Service()
 
     monkeypatch.setattr(wandb, "init", init)
-    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
-    row = {"step": 1, "reward/mean": 0.5}
-    settings = {
+    monkeypatch.setattr(wandb, "teardown", lambda: logged.append("torn down"))
+    settings: Any = {
         "project": "async-rl", "name": "mine", "id": "1", "directory": "/there", "mode": "online", "config": {},
         "limit_s": 20.0, "finish_s": 10.0, "stats_pid": 1,
     }  # fmt: skip
-    for end, exit_code in (([["end", None]], 0), ([], 1)):  # without the end, the parent has died
-        logged.clear()
-        replies = io.StringIO()
-        lines = [json.dumps(line) + "\n" for line in (["wandb", settings], ["row", row], *end)]
-        logger_child.serve(io.StringIO("".join(lines)), replies)
-        assert (asked["mode"], asked["project"]) == ("online", "async-rl")
-        assert logged == [row, exit_code]
-        assert [json.loads(line) for line in replies.getvalue().splitlines()] == [
-            {"state": "loaded"}, {"state": "started", "place": "/there/run-1"}, True,
-        ]  # fmt: skip
-
-
-def test_wandb_offline_writes_a_run_that_keeps_its_id_when_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
-    monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    writer = MetricsWriter(tmp_path, a_config(tmp_path, to=["wandb"], wandb_mode="offline"))
-    writer.write({"step": 1, "reward/mean": 0.5, "bad": math.nan})
-    writer.close()
-    run_id = (tmp_path / "logger_id").read_text()
-    runs = [p.name for p in (tmp_path / "wandb").glob("offline-run-*")]
-    assert [name.endswith(run_id) for name in runs] == [True]
+    sink = Wandb(settings)
+    sink.write({"step": 1, "reward/mean": 0.5})
+    sink.finish(is_failed=True)
+    assert (asked["mode"], asked["project"], sink.place) == ("online", "async-rl", "/there/run-1")
+    assert logged == [{"step": 1, "reward/mean": 0.5}, 1, "torn down"]
 
 
 def test_every_metric_that_the_source_writes_is_declared():

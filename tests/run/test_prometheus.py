@@ -15,10 +15,10 @@ import pytest
 from async_rl.errors import ConfigError
 from async_rl.queue.core.ledger import Ledger
 from async_rl.queue.messages import GeneratorStats, QueueStats
-from async_rl.run.loggers import check_loggers
 from async_rl.run.metric_table import METRIC_KEYS
 from async_rl.run.metrics import MetricsWriter
 from async_rl.run.prometheus import METRICS, Endpoint, Role, check_prometheus
+from async_rl.run.sinks import check_sinks
 from tests.run.test_metrics import a_config
 
 DASHBOARD = Path(__file__).resolve().parents[2] / "deploy" / "grafana" / "async_rl.json"
@@ -124,7 +124,7 @@ def test_a_port_for_all_generators_is_refused(tmp_path: Path):
     config = a_config(tmp_path)
     generator = config.generator.model_copy(update={"prometheus_port": 9402})
     with pytest.raises(ConfigError, match=r"generator\.prometheus_port: expected it only in --set"):
-        check_loggers(config.model_copy(update={"generator": generator}))
+        check_sinks(config.model_copy(update={"generator": generator}))
 
 
 ROLES: tuple[Role, ...] = ("queue", "learner", "generator")

@@ -2,75 +2,74 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
+from contextlib import closing
 from pathlib import Path
 
 import psutil
 import pytest
 
-from async_rl.config.config import Config
-from async_rl.config.loading import parse_config
+from async_rl.config.loading import config_to_toml
 from async_rl.errors import ConfigError
-from async_rl.run.logger_process import Limits
-from async_rl.run.loggers import Loggers, start_loggers
+from async_rl.run import follow
+from async_rl.run.directory import RunDir
+from async_rl.run.follower import followed
+from async_rl.run.lock import acquire
 from tests.run.read_loggers import history
+from tests.run.test_loggers import started, write_rows
+from tests.run.test_metrics import a_config
 from tests.run.wandb_server import closed_url, wandb_server
 
 pytestmark = pytest.mark.slow  # each test starts wandb once or twice, which takes seconds
-
-SHORT = Limits(server_s=3.0, finish_s=3.0, margin_s=5.0)
 
 
 @pytest.fixture(autouse=True)
 def _account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
     for variable in ("WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR"):
         monkeypatch.setenv(variable, str(tmp_path))
 
 
-def a_config(directory: Path, mode: str = "online") -> Config:
-    log = {"to": ["wandb"], "wandb_mode": mode}
-    return parse_config({"run": {"dir": str(directory)}, "model": {"path": "tiny"}, "log": log}, "test")
+@pytest.fixture
+def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, limit_s in (("SERVER_S", 3.0), ("FINISH_S", 3.0), ("MARGIN_S", 5.0)):
+        monkeypatch.setattr(follow, name, limit_s)
 
 
-def started(directory: Path, notes: list[str], *, mode: str = "online", limits: Limits = SHORT) -> Loggers:
-    return start_loggers(directory, a_config(directory, mode), name="mine", note=notes.append, limits=limits)
-
-
-def offline_rows(directory: Path) -> list[dict[str, object]]:
-    (file,) = directory.glob("*.wandb")
-    return history(file)
-
-
-def test_rows_reach_a_server_that_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_rows_reach_a_server_that_answers_and_a_resume_goes_on_in_the_same_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     notes: list[str] = []
     with wandb_server() as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
-        log = started(tmp_path, notes, limits=Limits())
-        for step in (1, 2, 3):
-            log.write({"step": step, "reward/mean": step / 2})
-        log.close()
-    assert [(row["step"], row["reward/mean"]) for row in server.rows] == [(1, 0.5), (2, 1.0), (3, 1.5)]
-    assert server.names[0] == "mine"
+        for steps in ((1, 2), (3,)):
+            sinks = started(tmp_path, notes, "wandb", refuses=True)
+            write_rows(tmp_path, *steps)
+            assert sinks.finish(is_failed=False)
+            assert (tmp_path / "logger_id").read_text() in sinks.places["wandb"]
+    assert [(row["step"], row["reward/mean"]) for row in server.rows] == [(1, 0.5), (2, 0.5), (3, 0.5)]
+    assert server.names[0] == tmp_path.name
     assert notes == []
 
 
 @pytest.mark.parametrize("kind", ["closed", "silent"])
-def test_a_server_that_does_not_answer_is_replaced_by_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str):
+def test_a_server_that_does_not_answer_gets_the_rows_when_it_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short_limits: None, kind: str
+):
     notes: list[str] = []
     with wandb_server() as server:
         server.is_silent.set()
         monkeypatch.setenv("WANDB_BASE_URL", server.url if kind == "silent" else closed_url())
-        log = started(tmp_path, notes)
-        log.write({"step": 1, "reward/mean": 0.5})
-        log.close()
+        sinks = started(tmp_path, notes, "wandb", refuses=True)
+        write_rows(tmp_path, 1)
+        assert notes[0].startswith("wandb did not start: ")
+        assert "the run goes on, it is tried again" in notes[0]
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        server.is_silent.clear()
+        assert sinks.finish(is_failed=False)
+    assert [row["step"] for row in server.rows] == [1]
     assert len(notes) == 1, notes
-    (note,) = notes
-    assert "within 3 s" in note
-    assert f"wandb sync {log.places['wandb']}" in note
-    assert [(row["step"], row["reward/mean"]) for row in offline_rows(Path(log.places["wandb"]))] == [(1, 0.5)]
 
 
 def test_a_key_that_the_server_refuses_ends_only_a_run_that_has_not_begun(
@@ -80,55 +79,41 @@ def test_a_key_that_the_server_refuses_ends_only_a_run_that_has_not_begun(
     with wandb_server(status=401) as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
         with pytest.raises(ConfigError, match="401"):
-            started(tmp_path, notes)
-        (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-        log = started(tmp_path, notes)
-        log.close()
+            started(tmp_path, notes, "wandb", refuses=True)
+        started(tmp_path, notes, "wandb")
     (note,) = notes
     assert "401" in note
-    assert "wandb sync" in note
+    assert "goes on without it" in note
 
 
-def test_a_server_that_dies_delays_no_row_and_the_end_only_a_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_server_that_dies_delays_the_end_only_a_little(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short_limits: None
+):
     notes: list[str] = []
     with wandb_server() as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
-        log = started(tmp_path, notes)
+        sinks = started(tmp_path, notes, "wandb", refuses=True)
         server.is_silent.set()
         began = time.monotonic()
-        for step in range(1, 1001):
-            log.write({"step": step, "reward/mean": 0.5})
-        assert time.monotonic() - began < 2.0
-        log.close()
-        assert time.monotonic() - began < 30.0  # 3 s, on a busy machine
+        write_rows(tmp_path, *range(1, 1001))
+        sinks.finish(is_failed=False)
+        assert time.monotonic() - began < 30.0  # 8 s, on a busy machine
     assert len(notes) == 1, notes
-    assert f"wandb sync {log.places['wandb']}" in notes[0]
-    assert len(offline_rows(Path(log.places["wandb"]))) == 1000
+    assert f"wandb sync {sinks.places['wandb']}" in notes[0]
+    (file,) = Path(sinks.places["wandb"]).glob("*.wandb")
+    assert len(history(file)) == 1000
 
 
-def test_a_wandb_that_dies_or_stands_still_stops_nothing(tmp_path: Path):
-    for name, signum, wanted in (("killed", signal.SIGKILL, "has ended"), ("stopped", signal.SIGSTOP, "wandb sync")):
-        notes: list[str] = []
-        (tmp_path / name).mkdir()
-        log = started(tmp_path / name, notes, mode="offline", limits=Limits(finish_s=1.0, margin_s=1.0))
-        (child,) = (one for one in psutil.Process().children() if "logger_child" in " ".join(one.cmdline()))
-        os.kill(child.pid, signum)
-        for step in range(1, 6001):  # more than the pipe and the queue hold
-            log.write({"step": step, "text": "x" * 100})
-        log.close()
-        assert any(wanted in note for note in notes), notes
-        assert any("rows are missing in wandb (steps" in note for note in notes), notes
-        assert not child.is_running()
-
-
-def test_no_process_outlives_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    with wandb_server() as server:
+def test_no_process_outlives_the_follower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run = RunDir(tmp_path)
+    config = a_config(tmp_path, to=["wandb"])
+    run.config.write_text(config_to_toml(config))
+    with wandb_server() as server, closing(acquire(run, "launch")) as lock:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
-        log = started(tmp_path, [])
-        (child,) = (one for one in psutil.Process().children() if "logger_child" in " ".join(one.cmdline()))
-        processes = [child, *child.children(recursive=True)]
-        assert len(processes) > 1  # wandb's service is one of them
-        server.is_silent.set()
-        log.write({"step": 1})
-        log.close()
+        with followed(config, run, lock, print):
+            (child,) = (one for one in psutil.Process().children() if "follow" in one.cmdline())
+            processes = [child, *child.children(recursive=True)]
+            assert len(processes) > 1  # wandb's service is one of them
+            server.is_silent.set()
+            write_rows(tmp_path, 1)
         assert psutil.wait_procs(processes, timeout=30)[1] == []

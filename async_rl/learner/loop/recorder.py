@@ -41,12 +41,6 @@ class RowWriter(Protocol):
     def write(self, row: dict[str, Any]) -> None: ...
 
 
-class MetricsSink(RowWriter, Protocol):
-    """Takes the rows of metrics, and sampled rollouts for the loggers."""
-
-    def write_samples(self, step: int, lines: Sequence[Mapping[str, Any]]) -> None: ...
-
-
 class StepRecorder:
     """Writes the records of one start of the learner. Its ``clock`` times the steps."""
 
@@ -55,7 +49,7 @@ class StepRecorder:
         config: Config,
         state: TrainerState,
         *,
-        metrics: MetricsSink,
+        metrics: RowWriter,
         step_log: RowWriter,
         weights: WeightsSender,
         run_dir: Path,
@@ -67,7 +61,7 @@ class StepRecorder:
         Args:
             config: the run's config.
             state: the trainer's state, from which step and version are taken.
-            metrics: takes the rows of ``metrics.jsonl``, and what else the loggers get.
+            metrics: takes the rows of ``metrics.jsonl``.
             step_log: takes the groups that each step trained on.
             weights: gives metrics of the weights that are sent.
             run_dir: the run directory.
@@ -109,7 +103,7 @@ class StepRecorder:
         row |= device_metrics([*result.measured, *other_updates], row["time/train_s"])
         row |= self._weights.stats()
         self._metrics.write({"step": state.step, "version": state.version, **row})
-        lines = log_rollouts(
+        log_rollouts(
             self._run_dir,
             result.groups,
             step=state.step,
@@ -118,8 +112,6 @@ class StepRecorder:
             decode=self._decode,
             confirm=self._confirm,
         )
-        if lines:
-            self._metrics.write_samples(state.step, lines)
 
     def record_evaluation(self, step: int, figures: Mapping[str, Any]) -> None:
         """Write the metrics of an evaluation that was requested at ``step``."""
@@ -129,18 +121,17 @@ class StepRecorder:
 def log_rollouts(
     run_dir: Path, taken: Sequence[TakenGroup], *, step: int, version: int, config: Config, decode: Decode,
     confirm: Callable[[], None] = lambda: None,
-) -> list[dict[str, Any]]:  # fmt: skip
-    """Write the rollouts of ``step`` as text, if they are due at this step. Return the lines; empty if not.
+) -> None:  # fmt: skip
+    """Write the rollouts of ``step`` as text, if they are due at this step.
 
     ``version`` is the learner's version before the step. ``confirm`` is called right before the file appears.
     """
     indices = chosen_groups(len(taken), config, step)
     if not indices:
-        return []
+        return
     chosen = [taken[index] for index in indices]
     lines = [line for item in chosen for line in _lines(item, version, decode)]
     write_json_lines(run_dir / "rollouts" / f"step-{step:06d}.jsonl", lines, confirm)
-    return lines
 
 
 def chosen_groups(num_groups: int, config: Config, step: int) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -42,7 +42,7 @@ from async_rl.learner.loop.replay import RecordedRun, ReplayQueue, ReplayWeights
 from async_rl.learner.loop.reward_audit import build_reward_audit
 from async_rl.learner.loop.rollout_records import RolloutRecords
 from async_rl.learner.loop.trainer import Trainer
-from async_rl.learner.mirror.process import mirror_line, mirrored
+from async_rl.learner.mirror.passes import mirror_line
 from async_rl.learner.ranks import Ranks, compute_dtype, init_ranks
 from async_rl.learner.sampling import MakeSampler, RankSampler, SamplingEngine
 from async_rl.net.address import host_towards, is_loopback
@@ -54,14 +54,14 @@ from async_rl.process.user_code import DIGESTS_FILE, changed_code, write_digests
 from async_rl.queue.client.clients import LearnerQueue
 from async_rl.queue.server.start import QueueRestarter, ensure_queue, finish_queue
 from async_rl.run.config_changes import record_change
-from async_rl.run.curve import draw_curve
 from async_rl.run.directory import RunDir
 from async_rl.run.eval_records import Decode
+from async_rl.run.follower import followed
 from async_rl.run.lock import RunLock, locked_run_dir
-from async_rl.run.loggers import check_loggers
 from async_rl.run.metrics import MetricsWriter
 from async_rl.run.progress import StepLines
 from async_rl.run.reuse import check_run_dir, check_shared, has_ended, prepare_run_dir
+from async_rl.run.sinks import check_sinks
 from async_rl.run.step_log import Row, StepLog, read_rows
 from async_rl.weights.adapters import ADAPTER_BASE
 from async_rl.weights.channel.publisher import Publisher
@@ -148,7 +148,7 @@ def run_learner(
         )
         finish_queue(config, run_dir.run_id)
         return
-    check_loggers(config)
+    check_sinks(config)
     reuse_freed_memory()
     ranks = init_ranks(config)
     sampler: RankSampler | None = None
@@ -167,13 +167,10 @@ def run_learner(
                         logger.info("%s", note)
             else:
                 held.callback(lock.close)
-        try:
-            with nullcontext() if is_launched else mirrored(config, run_dir, logger.info):
-                context = LearnerContext(insecure=insecure, is_launched=is_launched, lock=lock, replay=replay)
-                _lead(config, ranks, sampler, context, fresh=fresh)
-        finally:  # at the end of the run there is a picture already, and ``launch`` draws its own
-            if not is_launched and not run_dir.is_finished and (problem := draw_curve(run_dir, lock)):
-                logger.warning("%s", problem)
+        if not is_launched:
+            held.enter_context(followed(config, run_dir, lock, logger.warning))
+        context = LearnerContext(insecure=insecure, is_launched=is_launched, lock=lock, replay=replay)
+        _lead(config, ranks, sampler, context, fresh=fresh)
 
 
 def _follow(config: Config, ranks: Ranks, sampler: RankSampler | None) -> None:
@@ -524,8 +521,6 @@ def _wrap_up(run_dir: RunDir, state: TrainerState, *, export: bool, confirm: Cal
         with logged(logger, f"exporting the model to {run_dir.export}"):
             export_checkpoint(checkpoint, run_dir.export)
         confirm()
-    if problem := draw_curve(run_dir):
-        logger.warning("%s", problem)
     run_dir.mark_finished({"step": state.step, "version": state.version, "elapsed_s": round(state.elapsed_s, 3)})
     logger.info("finished: step %d, version %d; %s", state.step, state.version, run_dir.path)
 

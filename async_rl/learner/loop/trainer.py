@@ -47,7 +47,7 @@ from async_rl.learner.loop.nonfinite import record_nonfinite
 from async_rl.learner.loop.parts import StepPart
 from async_rl.learner.loop.profiling import StepProfiler
 from async_rl.learner.loop.publishing import Probes, VersionPublisher, WeightsSender
-from async_rl.learner.loop.recorder import MetricsSink, RowWriter, StepRecorder, WaitLog
+from async_rl.learner.loop.recorder import RowWriter, StepRecorder, WaitLog
 from async_rl.learner.loop.staleness import check_staleness
 from async_rl.learner.loop.step_result import StepResult, check_skipped, count_skipped, step_result, trained_metrics
 from async_rl.learner.losses.advantages import with_advantages
@@ -98,7 +98,7 @@ class Trainer:
         engine: Engine,
         queue: LearnerQueue,
         weights: WeightsSender,
-        metrics: MetricsSink,
+        metrics: RowWriter,
         step_log: RowWriter,
         run_dir: Path,
         decode: Decode,

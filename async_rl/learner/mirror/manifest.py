@@ -32,7 +32,7 @@ FILES = (
     "finished.json", "notes.log", "curve.png", "report.html", "code_digests.json", "wandb_id", "logger_id",
     "*.rolled_back-*.jsonl", "*.damaged-*.jsonl",
 )  # fmt: skip
-FOLDERS = ("rollouts", "eval", "export", "data", "scorers", "offline_eval", "nonfinite")
+FOLDERS = ("rollouts", "eval", "export", "data", "scorers", "offline_eval", "nonfinite", "follow")
 """What of a run is mirrored beside checkpoints. Not the queue's journal: a learner restores the queue from the snapshot
 in its checkpoint, and what only the journal has is sampled again. Nor logs, traces and keys."""
 _NAME = re.compile(r"manifests/(\d{1,18})-([0-9a-f]{32})\.json")

@@ -14,7 +14,7 @@ import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
@@ -42,9 +42,10 @@ from async_rl.net.wire import decode, encode
 from async_rl.output import logged
 from async_rl.process.fault_points import fault_point
 from async_rl.process.stop import StopRequest
-from async_rl.run.directory import RunDir
+from async_rl.run.directory import RunDir, write_atomically
+from async_rl.run.follower import followed
 from async_rl.run.lock import RunLock, acquire
-from async_rl.run.loggers import check_loggers, start_loggers
+from async_rl.run.sinks import check_sinks
 
 logger = logging.getLogger(__name__)
 
@@ -169,7 +170,7 @@ def run_offline(task: OfflineTask[Any]) -> None:
             raise ConfigError(f"{task.name}.{key}: expected a value, got none; set it in the file or with --set")
     if config.checkpoint.mirror is not None:
         raise ConfigError("checkpoint.mirror: expected none, because only launch and learner mirror a run; remove it")
-    check_loggers(config)
+    check_sinks(config)
     done, num_steps = _saved_steps(task)
     out = Path(section.out)
     if done and done == num_steps and out.is_dir() and any(out.iterdir()):
@@ -260,7 +261,7 @@ class _Leader(Generic[Row]):
         )
         with closing(checkpoints) as writer:
             try:
-                with self._open_metrics() as write:
+                with self._open_metrics(lock) as write:
                     self._make_steps(writer, write)
             except Exception:
                 with suppress(Exception):  # the error is the news; an older checkpoint stays
@@ -299,18 +300,15 @@ class _Leader(Generic[Row]):
         _forget_metrics_after(self._run_dir / "metrics.jsonl", self._done)
 
     @contextmanager
-    def _open_metrics(self) -> Iterator[Callable[[Mapping[str, float | None]], None]]:
-        """Open ``metrics.jsonl`` and the loggers. Yield the function that writes a row."""
+    def _open_metrics(self, lock: RunLock) -> Iterator[Callable[[Mapping[str, float | None]], None]]:
+        """Open ``metrics.jsonl``, which the sinks of ``log.to`` follow. Yield the function that writes a row."""
         name = f"{self._config.run.name or Path(self._config.run.dir).name}-{self._task.name}"
-        loggers = start_loggers(self._run_dir, self._config, name=name, note=logger.warning)
-        loggers.rewind(self._done)
-        with closing(loggers), (self._run_dir / "metrics.jsonl").open("a", encoding="utf-8", buffering=1) as file:
-
-            def write(row: Mapping[str, float | None]) -> None:
-                file.write(json.dumps(row) + "\n")
-                loggers.write(row)
-
-            yield write
+        run_dir = RunDir(self._run_dir)
+        with (
+            followed(self._config, run_dir, lock, logger.warning, part=name) if self._config.log.to else nullcontext(),
+            run_dir.metrics.open("a", encoding="utf-8", buffering=1) as file,
+        ):
+            yield lambda row: print(json.dumps(row), file=file)
 
     def _make_steps(self, writer: CheckpointWriter, write: Callable[[Mapping[str, float | None]], None]) -> None:
         """Make the steps that are left. A checkpoint is written while the next steps are made.
@@ -502,4 +500,4 @@ def _forget_metrics_after(path: Path, done: int) -> None:
     """Remove the rows of steps after the checkpoint from the metrics file, because these steps are made again."""
     if path.exists():
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        path.write_text("".join(line for line in lines[:done] if line.endswith("\n")), encoding="utf-8")
+        write_atomically(path, "".join(line for line in lines[:done] if line.endswith("\n")))

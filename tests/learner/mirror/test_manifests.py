@@ -12,7 +12,7 @@ import xxhash
 from async_rl.errors import StoreError, UserError
 from async_rl.learner.mirror.fetch import bring_back
 from async_rl.learner.mirror.manifest import newest_manifest, read_status
-from async_rl.learner.mirror.process import mirror_line
+from async_rl.learner.mirror.passes import mirror_line
 from async_rl.learner.mirror.store import Store
 from async_rl.run.directory import RunDir
 from async_rl.run.reuse import check_run_dir

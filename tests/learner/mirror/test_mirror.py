@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import subprocess
 import threading
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,12 @@ from async_rl.learner.checkpoints.digests import find_damage
 from async_rl.learner.checkpoints.resume import find_resume_point
 from async_rl.learner.loop.mirroring import MirrorPart
 from async_rl.learner.mirror import copier as copiers
-from async_rl.learner.mirror import process as processes
+from async_rl.learner.mirror import passes
 from async_rl.learner.mirror.copier import Copier
 from async_rl.learner.mirror.fetch import bring_back, check_mine, check_mirror, fetch
 from async_rl.learner.mirror.manifest import Manifest, Stored, checkpoints_in, newest_manifest, update_status
-from async_rl.learner.mirror.process import REFUSED, is_complete, mirror_line, mirror_run
+from async_rl.learner.mirror.passes import REFUSED, is_complete, mirror_line, mirror_run
 from async_rl.learner.mirror.store import Store, scrubbed
-from async_rl.run import notes
 from async_rl.run.directory import RunDir
 from tests.learner.mirror.runs import URL, begun, config_of, contents, ignore, make_run, manifest_at, objects, save
 
@@ -288,7 +286,7 @@ def test_the_process_outlives_an_outage_says_so_and_copies_all_before_it_ends(tm
 
     behind: list[str] = []
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", fail_twice)
-    monkeypatch.setattr("async_rl.learner.mirror.process._LOOK_S", 0.01)
+    monkeypatch.setattr("async_rl.learner.mirror.passes._LOOK_S", 0.01)
     assert mirror_run(run, CheckpointConfig(mirror=URL), finish) == 0
     assert manifest_at().has_ended
     assert is_complete(config_of(run.path))
@@ -306,7 +304,7 @@ def test_who_reads_compares_with_the_newest_checkpoint_when_the_process_that_cop
     update_status(run.path, url=URL, latest="step-000002")
     assert mirror_line(run) == f"{URL} has step-000002"
     save(run, 141)
-    monkeypatch.setattr(processes.time, "time", lambda: (run.path / "mirror.json").stat().st_mtime + 61)
+    monkeypatch.setattr(passes.time, "time", lambda: (run.path / "mirror.json").stat().st_mtime + 61)
     assert mirror_line(run) == f"{URL} has step-000002, 139 steps behind, 1m01s after its last sign of life"
     assert MirrorPart(run).record(None) == {"mirror/behind_steps": 139}  # pyright: ignore[reportArgumentType]
     # Without a mirror.json that can be read it has nothing.
@@ -314,33 +312,35 @@ def test_who_reads_compares_with_the_newest_checkpoint_when_the_process_that_cop
     assert MirrorPart(run).record(None) == {"mirror/behind_steps": 141}  # pyright: ignore[reportArgumentType]
 
 
-def test_a_process_that_hangs_is_told_of_once_until_it_answers_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    run, told = make_run(tmp_path / "run"), threading.Event()
+def test_a_mirror_that_hangs_is_told_of_once_until_it_answers_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run, ended = make_run(tmp_path / "run"), threading.Event()
     save(run, 3)
     update_status(run.path, url=URL, latest="step-000001")
-    clock = itertools.count(step=processes._HANGS_S / 2 + 1)
+    clock = itertools.count(step=passes._HANGS_S / 2 + 1)
 
-    def stopped(_self: Any) -> subprocess.Popen[bytes]:
-        """A process that does nothing until it is told to finish."""
-        return subprocess.Popen(["head", "-n", "1"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    def hang(_run: RunDir, _config: CheckpointConfig, finish: threading.Event) -> int:
+        finish.wait()
+        assert ended.wait(20)
+        return REFUSED
 
-    def tell(run_dir: RunDir, line: str) -> None:
-        notes.tell(run_dir, line)
-        told.set()
-
-    monkeypatch.setattr(processes._MirrorProcess, "_spawn", stopped)
-    monkeypatch.setattr(processes, "tell", tell)
-    monkeypatch.setattr(processes, "_LOOK_S", 0.001)
-    monkeypatch.setattr(processes.time, "monotonic", lambda: float(next(clock)))
-    monkeypatch.setattr(processes.time, "time", lambda: 0.0)
-    with processes.mirrored(config_of(run.path), run, ignore):
-        assert told.wait(20)
-        told.clear()
-        update_status(run.path, error="it answers, and hangs again")
-        assert told.wait(20)
+    monkeypatch.setattr(passes, "mirror_run", hang)
+    monkeypatch.setattr(passes.time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(passes.time, "time", lambda: 0.0)
+    said: list[str] = []
+    mirror = passes.Mirror(run, CheckpointConfig(mirror=URL, mirror_wait_s=0.01), said.append)
+    for error in ("", "it answers, and hangs again"):
+        update_status(run.path, error=error)
+        for _ in range(5):
+            mirror.look()
     behind = "2 steps behind, 0s after its last sign of life"
-    line = f"the mirror has not answered for a while: {URL} has step-000001, {behind}"
-    assert run.notes.read_text().splitlines() == [line, f"{line}; it answers, and hangs again"]
+    line = f"{URL} has step-000001, {behind}"
+    told = f"the mirror has not answered for a while: {line}"
+    assert run.notes.read_text().splitlines() == [told, f"{told}; it answers, and hangs again"]
+    assert not mirror.finish()
+    ended.set()
+    assert said[0].startswith("waiting up to 0s for the mirror (checkpoint.mirror_wait_s; Ctrl-C ends this): memory://")
+    assert said[1].startswith(f"warning: not everything is mirrored: {line}")
+    assert said[1].endswith("; the same command copies the rest")
 
 
 @pytest.mark.parametrize("what", ["damaged", "newer"])

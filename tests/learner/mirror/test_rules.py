@@ -13,7 +13,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from async_rl.learner.mirror.fetch import bring_back
 from async_rl.learner.mirror.manifest import checkpoints_in, read_status, update_status
-from async_rl.learner.mirror.process import mirror_line
+from async_rl.learner.mirror.passes import mirror_line
 from async_rl.learner.mirror.rules import folder_of
 from async_rl.learner.mirror.store import Store
 from async_rl.run.directory import RunDir

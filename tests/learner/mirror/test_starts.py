@@ -20,7 +20,7 @@ from async_rl.errors import UserError
 from async_rl.learner.mirror import fetch as fetching
 from async_rl.learner.mirror.fetch import SILENT_S, bring_back
 from async_rl.learner.mirror.manifest import update_status
-from async_rl.learner.mirror.process import is_complete
+from async_rl.learner.mirror.passes import is_complete
 from async_rl.learner.mirror.store import Store
 from async_rl.run.directory import RunDir
 from async_rl.run.reuse import check_run_dir

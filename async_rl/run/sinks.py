@@ -1,6 +1,7 @@
-"""What a logger's process does with each tool: ``OPENERS`` has a class for each name of ``log.to``.
+"""What a run is logged to: the sinks of ``log.to``, ours and those of other packages, and whether they can be used.
 
-Packages are imported when a tool is opened, so that the table costs nothing. All tools get the same keys. A row carries
+A package offers a sink as an entry point of the group ``async_rl.sinks``, NAME = MODULE:FACTORY (docs/loggers.md).
+Packages are imported when a sink is opened, so that the table costs nothing. All sinks get the same keys. A row carries
 its step: an evaluation's is often below that of the row before, and a run that went back to a checkpoint repeats steps.
 """
 
@@ -9,18 +10,31 @@ its step: an evaluation's is often below that of the row before, and a run that 
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
+import netrc
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any, Protocol, TypedDict
+from typing import Any, TypedDict
+from urllib.parse import urlsplit
+
+from async_rl.config.config import Config
+from async_rl.errors import ConfigError
+from async_rl.run.prometheus import check_prometheus
 
 Row = Mapping[str, Any]
 
+MAX_TABLE_ROWS = 32
+_MAX_CELL_CHARACTERS = 2000
+_COLUMNS = ("step", "row", "prompt", "response", "reward", "accuracy", "num_tokens", "finish_reason")
+
 
 class Settings(TypedDict):
-    """What a tool is opened with.
+    """What a sink is opened with.
 
     Attributes:
         project: the name that groups runs.
@@ -45,25 +59,30 @@ class Settings(TypedDict):
     stats_pid: int
 
 
-class Logger(Protocol):
-    """An open tool. Any method may raise. ``place`` says where the run is: a directory, or an address."""
+class Sink:
+    """An open sink, which has ``write`` at least. Any method may raise, and blocks no other sink.
 
-    place: str
+    Attributes:
+        place: where the run is: a directory, or an address.
+    """
+
+    place: str = ""
 
     def write(self, row: Row) -> None:
         """Log one row of metrics, which has the key ``step`` and no None."""
+        raise NotImplementedError
 
     def table(self, step: int, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """Log sampled rollouts as a table."""
 
     def rewind(self, step: int) -> None:
-        """Expect rows for the steps after ``step`` again. Forget the old ones, if the tool can."""
+        """Expect rows for the steps after ``step`` again. Forget the old ones, if the sink can."""
 
     def finish(self, *, is_failed: bool) -> None:
-        """Send what is left. Raise TimeoutError if that takes too long and the tool's files have the rest."""
+        """Send what is left. Raise TimeoutError if that takes too long and the sink's files have the rest."""
 
 
-class Wandb:
+class Wandb(Sink):
     """Weights & Biases."""
 
     def __init__(self, settings: Settings) -> None:
@@ -75,11 +94,15 @@ class Wandb:
         }  # fmt: skip
         if "finish_timeout" in wandb.Settings.model_fields:  # else the parent ends this process, with the last rows
             private |= {"finish_timeout": settings["finish_s"], "finish_timeout_raises": True}
-        self._run = wandb.init(
-            project=settings["project"], name=settings["name"], id=settings["id"], resume="allow",
-            dir=settings["directory"], mode=settings["mode"], config=settings["config"],  # pyright: ignore[reportArgumentType]
-            settings=wandb.Settings(**private),
-        )  # fmt: skip
+        try:
+            self._run = wandb.init(
+                project=settings["project"], name=settings["name"], id=settings["id"], resume="allow",
+                dir=settings["directory"], mode=settings["mode"], config=settings["config"],  # pyright: ignore[reportArgumentType]
+                settings=wandb.Settings(**private),
+            )  # fmt: skip
+        except Exception:
+            wandb.teardown()  # else the id stays in use, and the next attempt fails
+            raise
         # Rows carry their own step: wandb's own counter rejects the smaller steps that follow a rollback.
         self._run.define_metric("*", step_metric="step")
         self.place = os.path.dirname(self._run.dir)
@@ -91,14 +114,12 @@ class Wandb:
         table = self._wandb.Table(columns=list(columns), data=[list(row) for row in rows], allow_mixed_types=True)
         self._run.log({"rollouts": table, "step": step})
 
-    def rewind(self, step: int) -> None:
-        """Keep the old rows: wandb has no way to forget them. The later of two rows of a step is the newer."""
-
     def finish(self, *, is_failed: bool) -> None:
         self._run.finish(exit_code=int(is_failed))
+        self._wandb.teardown()  # its service writes the last rows of a file when it ends
 
 
-class TensorBoard:
+class TensorBoard(Sink):
     """Event files in the folder ``tensorboard`` of the directory. TensorBoard hides what a rollback makes void."""
 
     def __init__(self, settings: Settings) -> None:
@@ -110,8 +131,7 @@ class TensorBoard:
         self._events, self._summaries, self._text, self._tensor = event_pb2, summary_pb2, metadata, make_tensor_proto
         self.place = str(Path(settings["directory"]) / "tensorboard")
         self._writer = EventFileWriter(self.place, flush_secs=10)
-        self._config = "```\n" + json.dumps(settings["config"], indent=1) + "\n```"
-        self._add_text("config", 0, [self._config])
+        self._add_text("config", 0, ["```\n" + json.dumps(settings["config"], indent=1) + "\n```"])
 
     def write(self, row: Row) -> None:
         values = [
@@ -125,8 +145,6 @@ class TensorBoard:
     def rewind(self, step: int) -> None:
         log = self._events.SessionLog(status=self._events.SessionLog.START)
         self._writer.add_event(self._events.Event(wall_time=time.time(), step=step + 1, session_log=log))
-        if step < 0:
-            self._add_text("config", 0, [self._config])
 
     def finish(self, *, is_failed: bool) -> None:
         self._writer.close()
@@ -142,7 +160,7 @@ class TensorBoard:
         self._writer.add_event(self._events.Event(wall_time=time.time(), step=step, summary=summary))
 
 
-class Trackio:
+class Trackio(Sink):
     """Trackio's database on this machine, or the Space or server that its environment variables name."""
 
     def __init__(self, settings: Settings) -> None:
@@ -163,14 +181,11 @@ class Trackio:
         table = self._trackio.Table(columns=list(columns), data=[list(row) for row in rows])
         self._run.log({"rollouts": table}, step=step)
 
-    def rewind(self, step: int) -> None:
-        """Keep the old rows, as wandb does."""
-
     def finish(self, *, is_failed: bool) -> None:
         self._trackio.finish()
 
 
-class Mlflow:
+class Mlflow(Sink):
     """The server or store of ``MLFLOW_TRACKING_URI``; if unset, a database in the directory's folder ``mlflow``."""
 
     def __init__(self, settings: Settings) -> None:
@@ -185,8 +200,8 @@ class Mlflow:
             uri = f"sqlite:///{folder / 'mlflow.db'}"
         mlflow.set_tracking_uri(uri)
         self.place, self._client = uri, mlflow.MlflowClient(uri)
-        found = self._client.get_experiment_by_name(settings["project"])
-        experiment = found.experiment_id if found else self._client.create_experiment(
+        known = self._client.get_experiment_by_name(settings["project"])
+        experiment = known.experiment_id if known else self._client.create_experiment(
             settings["project"], artifact_location=(folder / "artifacts").as_uri() if is_here else None
         )  # fmt: skip
         runs = self._client.search_runs([experiment], f"tags.`async_rl.id` = '{settings['id']}'", max_results=1)
@@ -211,17 +226,101 @@ class Mlflow:
         data = {column: [row[index] for row in rows] for index, column in enumerate(columns)}
         self._client.log_table(self._run_id, data, f"rollouts/step-{step:06d}.json")
 
-    def rewind(self, step: int) -> None:
-        """Keep the old rows, as wandb does."""
-
     def finish(self, *, is_failed: bool) -> None:
         self._client.set_terminated(self._run_id, "FAILED" if is_failed else "FINISHED")
 
 
-OPENERS: Mapping[str, Callable[[Settings], Logger]] = {
+BUILT_IN: Mapping[str, Callable[[Settings], Sink]] = {
     "wandb": Wandb, "tensorboard": TensorBoard, "trackio": Trackio, "mlflow": Mlflow,
 }  # fmt: skip
-"""Name in ``log.to``, which is the package's name too -> what opens the tool."""
+"""Name in ``log.to``, which is the package's name too -> what opens the sink."""
+
+
+def offered_sinks() -> dict[str, EntryPoint]:
+    """Return the sinks that installed packages offer, by their names in ``log.to``."""
+    return {entry.name: entry for entry in entry_points(group="async_rl.sinks")}
+
+
+def sink_factory(name: str) -> Callable[[Settings], Sink]:
+    """Import the package of the sink ``name``, and return what opens the sink. Raises whatever the package raises."""
+    if name in BUILT_IN:
+        importlib.import_module(name)
+        return BUILT_IN[name]
+    return offered_sinks()[name].load()
+
+
+def check_sinks(config: Config) -> None:
+    """Check that the sinks of ``log.to`` and what ``log.prometheus_port`` needs are installed, and wandb has its key.
+
+    Raises:
+        ConfigError: one is missing, or the key; or ``generator.prometheus_port`` is set for all generators.
+    """
+    if config.generator.prometheus_port is not None:
+        raise ConfigError(
+            f"generator.prometheus_port: expected it only in --set of `async-rl generator`, because each generator "
+            f"needs a port of its own, got {config.generator.prometheus_port} in the run's config; set "
+            f"log.prometheus_port, which serves metrics of all processes"
+        )
+    for tool in config.log.to:
+        if tool not in BUILT_IN:
+            if tool not in (offered := offered_sinks()):
+                raise ConfigError(
+                    f"log.to: expected {', '.join(sorted(BUILT_IN.keys() | offered.keys()))}, got {json.dumps(tool)}; "
+                    f"correct it, or install the package that offers it (an entry point of the group async_rl.sinks)"
+                )
+            continue
+        spec = importlib.util.find_spec(tool)
+        if spec is None or spec.origin is None:  # a folder of that name is no package
+            package = tool if tool == "wandb" else f"async-rl[{tool}]"
+            raise ConfigError(
+                f"log.to: {json.dumps(tool)} needs the package {tool}, which is not installed: pip install "
+                f"'{package}', or take it out of log.to"
+            )
+    check_prometheus(config.log.prometheus_port)
+    if "wandb" in config.log.to and config.log.wandb_mode == "online":
+        _check_key()
+
+
+def _check_key() -> None:
+    """Check that there is an API key for Weights & Biases. Without one, wandb would wait for the user to type it.
+
+    Raises:
+        ConfigError: ``WANDB_API_KEY`` is not set, and the netrc file has no key for the server.
+    """
+    if os.environ.get("WANDB_API_KEY"):
+        return
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    path = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
+    try:
+        has_key = path.exists() and netrc.netrc(path).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError) as error:
+        raise ConfigError(
+            f'log.wandb_mode = "online" needs an API key, but {path} can\'t be read: {error}; set WANDB_API_KEY, or '
+            f"correct that file"
+        ) from error
+    if not has_key:
+        raise ConfigError(
+            f'log.wandb_mode = "online", but there is no API key for {host}: set WANDB_API_KEY, run `wandb login`, or '
+            f'set log.wandb_mode = "offline" (synced later with `wandb sync`)'
+        )
+
+
+def samples_table(step: int, lines: Sequence[Mapping[str, Any]]) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
+    """Return columns and rows of a table of at most 32 rollouts: the ``lines`` of ``rollouts/step-NNNNNN.jsonl``.
+
+    Texts are cut after 2,000 characters.
+    """
+    rows: list[list[Any]] = []
+    for line in lines[:MAX_TABLE_ROWS]:
+        prompt = "\n".join(f"{message.get('role')}: {message.get('content')}" for message in line["messages"])
+        cells = {"step": step, **line, "prompt": prompt}
+        rows.append([_cut(cells.get(column)) for column in _COLUMNS])
+    return _COLUMNS, rows
+
+
+def _cut(cell: Any) -> Any:
+    is_long = isinstance(cell, str) and len(cell) > _MAX_CELL_CHARACTERS
+    return f"{cell[:_MAX_CELL_CHARACTERS]}... ({len(cell)} characters)" if is_long else cell
 
 
 def numbers(row: Row) -> dict[str, float]:
@@ -235,7 +334,7 @@ def _mlflow_key(key: str) -> str:
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in config.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
-    return found
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+    return flat
