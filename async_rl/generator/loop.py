@@ -1,5 +1,7 @@
 """The generator's loop: receive weights, request leases, step, grade, return, heartbeat. No torch.
 
+``examples/heart.py`` has the same in ten lines, without what can fail.
+
 One thread runs this loop. The queue client and the weights receiver work in the background, and the loop polls both.
 While no sequence runs, the loop waits in the poll of the queue client. The protocols ``Queue`` and ``WeightsReceiver``
 have the methods of both that the loop uses, so that tests can replace them. ``worker.run_generator`` builds a

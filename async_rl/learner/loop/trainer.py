@@ -21,7 +21,7 @@ A signal that asks the learner to stop is noticed while it waits, before it trai
 saves the last trained step and ends. Groups that it has taken but not trained are queued in the checkpoint.
 
 The other ranks follow the engine's commands. All dependencies arrive through ``__init__``, so a benchmark or test can
-replace any of them. ``start.py`` builds the real ones.
+replace any of them. ``start.py`` builds the real ones. ``examples/heart.py`` has the same steps in twenty lines.
 """
 
 from __future__ import annotations
