@@ -2,11 +2,9 @@
 
 Both ends of every side are processes of their own on this machine; rounds of all sides alternate, and ratios are
 medians over rounds. A transfer of the product counts from ``publish`` to the receiver's acknowledgement, digests
-included; staging is listed apart, and so is the pause, which is all that decoding sees of it. The table ``vllm`` is the
-pause of a real vLLM beside a memory copy of the same bytes, and a broadcast into its workers beside a bare one; it
-needs vLLM (docs/vllm.md).
+included; staging is listed apart, and so is the pause, which is all that decoding sees of it.
 
-    python -m benchmarks.weights [--sizes 10,100,1000] [--rounds 5] [--tables transfer,delta,publish,vllm]
+    python -m benchmarks.weights [--sizes 10,100,1000] [--rounds 5] [--tables transfer,delta,publish]
 """
 
 from __future__ import annotations
@@ -34,7 +32,6 @@ from async_rl.weights.staging import Staging
 from async_rl.weights.tcp.delta import apply_delta, encode_delta
 from benchmarks.weights_product import Product, Runs, receive
 from benchmarks.weights_raw import BUCKET_BYTES, DEADLINE_S, BareGloo, Child, MemoryCopy, RawSocket, goal
-from benchmarks.weights_vllm import vllm_table
 
 LR = 1e-6
 SCALE = 0.02
@@ -226,7 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="10,100,1000", help="MB of parameters")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tables", default="transfer,delta,publish,vllm")
+    parser.add_argument("--tables", default="transfer,delta,publish")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     load = os.getloadavg()[0]
@@ -242,8 +239,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         delta_table()
     if "publish" in tables:
         publish_table(options.rounds)
-    if "vllm" in tables:
-        vllm_table(list(map(int, options.sizes.split(","))), options.rounds)
 
 
 if __name__ == "__main__":
