@@ -69,7 +69,8 @@ class Follower:
         if not self._shows_notes:  # somebody else has shown those before
             self._notes = NotesTail(self._run_dir.notes)
             self._shows_notes = True
-        write_atomically(self._run_dir.follow / "end", FAILED if self.is_failed else "ended")
+        if self._lock.is_current:  # else the file is that of another learner's process, and this one ends by itself
+            write_atomically(self._run_dir.follow / "end", FAILED if self.is_failed else "ended")
         with suppress(KeyboardInterrupt):
             self._thread.join(wait_s)
         self._is_last = True
