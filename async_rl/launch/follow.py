@@ -22,16 +22,6 @@ from async_rl.run.follower import FAILED, INCOMPLETE, has_begun
 from async_rl.run.lock import RunLock, acquire
 from async_rl.run.sinks import check_sinks
 
-_ENVIRONMENT = {
-    # wandb's reports about itself go to the same server, and wait for it at the end, also in offline mode.
-    "WANDB_ERROR_REPORTING": "false",
-    "MLFLOW_DISABLE_TELEMETRY": "true",
-    # By default MLflow tries for many minutes, while later rows wait.
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
-}
-"""Variables for the sinks, unless the user has set them."""
-
 
 def follow(
     run_dir: RunDir, overrides: Sequence[str], *, is_attached: bool, note: Callable[[str], None],
@@ -53,8 +43,6 @@ def follow(
         SystemExit: the process that started the run has died.
     """
     threading.excepthook = _end_with_thread
-    for variable, value in _ENVIRONMENT.items():
-        os.environ.setdefault(variable, value)
     os.environ.pop("WANDB_SERVICE", None)  # of a notebook, say, which needs it longer than this process
     config_path = run_dir.follow / "config.toml"  # of what is no run, such as the directory of ``sft``
     is_run = not config_path.exists()

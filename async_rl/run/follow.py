@@ -60,9 +60,11 @@ class Sinks:
         Raises:
             ConfigError: ``refuses``, and a sink or its server does.
         """
-        settings = _settings(config, run_dir, stats_pid)
         self._run_dir, self._note = run_dir, note
-        self._feeds = [Feed(name, settings, note) for name in config.log.to]
+        self._feeds: list[Feed] = []
+        if config.log.to:
+            settings = _settings(config, run_dir, stats_pid)
+            self._feeds = [Feed(name, settings, note) for name in config.log.to]
         deadline = time.monotonic() + LOAD_S + SERVER_S + MARGIN_S
         for feed in self._feeds:
             feed.is_tried.wait(max(0.0, deadline - time.monotonic()))

@@ -234,6 +234,15 @@ BUILT_IN: Mapping[str, Callable[[Settings], Sink]] = {
     "wandb": Wandb, "tensorboard": TensorBoard, "trackio": Trackio, "mlflow": Mlflow,
 }  # fmt: skip
 """Name in ``log.to``, which is the package's name too -> what opens the sink."""
+_ENVIRONMENT = {
+    # wandb's reports about itself go to the same server, and wait for it at the end, also in offline mode.
+    "WANDB_ERROR_REPORTING": "false",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    # By default MLflow tries for many minutes, while later rows wait.
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+}
+"""Variables for the packages, unless the user has set them."""
 
 
 def offered_sinks() -> dict[str, EntryPoint]:
@@ -243,6 +252,8 @@ def offered_sinks() -> dict[str, EntryPoint]:
 
 def sink_factory(name: str) -> Callable[[Settings], Sink]:
     """Import the package of the sink ``name``, and return what opens the sink. Raises whatever the package raises."""
+    for variable, value in _ENVIRONMENT.items():
+        os.environ.setdefault(variable, value)
     if name in BUILT_IN:
         importlib.import_module(name)
         return BUILT_IN[name]
