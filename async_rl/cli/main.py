@@ -437,11 +437,10 @@ def follow(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a run.", show_default=False)],
     overrides: Overrides = None,
 ) -> None:
-    """Send the rows of RUN to the sinks of log.to, draw its curve and copy it to its mirror, until it has ended.
+    """Send the rows of RUN to the sinks of log.to, draw its curve and copy it to its mirror.
 
-    `launch`, `learner`, `sft`, `rm` and `dpo` start this themselves. Start it by hand to log a run that has ended, or
-    one of somebody else, or to send a run that goes on to further sinks. What a sink has is in RUN/follow and is not
-    sent there again.
+    `launch`, `learner`, `sft`, `rm` and `dpo` start this themselves. Start it by hand to log a run that has ended, of
+    your own or of somebody else. What a sink has is in RUN/follow and is not sent there again.
 
     \b
     Example:

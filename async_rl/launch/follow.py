@@ -17,7 +17,7 @@ from async_rl.errors import ConfigError, RunError
 from async_rl.learner.mirror.passes import Mirror
 from async_rl.run.curve import CurveUpdater
 from async_rl.run.directory import RunDir, write_atomically
-from async_rl.run.follow import LOOK_S, Sinks
+from async_rl.run.feeds import LOOK_S, Sinks
 from async_rl.run.follower import FAILED, INCOMPLETE, has_begun
 from async_rl.run.lock import RunLock, acquire
 from async_rl.run.sinks import check_sinks
@@ -76,6 +76,8 @@ def follow(
     is_complete = sinks.finish(is_failed=is_failed)
     if mirror is not None:
         is_complete &= mirror.finish()
+    for name, place in () if is_attached else sinks.places.items():
+        say(f"{name}: {place or 'not open'}")
     return 0 if is_complete else INCOMPLETE
 
 

@@ -21,10 +21,10 @@ import pytest
 from async_rl.cli.main import main
 from async_rl.config.loading import config_from_toml, config_to_toml, parse_config
 from async_rl.errors import ConfigError
-from async_rl.run import follow
+from async_rl.run import feeds
 from async_rl.run.directory import RunDir
 from async_rl.run.eval_records import write_json_lines
-from async_rl.run.follow import Sinks
+from async_rl.run.feeds import Sinks
 from async_rl.run.follower import followed
 from async_rl.run.lock import acquire
 from async_rl.run.metrics import MetricsWriter
@@ -210,8 +210,8 @@ class Recorder(Sink):
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     """The sink ``own``, whose state a restart does not touch."""
     sink = Recorder({})
-    monkeypatch.setattr(follow, "sink_factory", lambda name: lambda settings: sink)
-    monkeypatch.setattr(follow, "LOOK_S", 0.01)
+    monkeypatch.setattr(feeds, "sink_factory", lambda name: lambda settings: sink)
+    monkeypatch.setattr(feeds, "LOOK_S", 0.01)
     return sink
 
 
@@ -262,9 +262,9 @@ def test_a_sink_that_hangs_delays_no_other_and_the_end_only_a_little(
     hang, notes = threading.Event(), list[str]()
     other = Recorder({})
     other.write = lambda row: assert_waited(hang)  # pyright: ignore[reportAttributeAccessIssue]
-    monkeypatch.setattr(follow, "sink_factory", lambda name: lambda settings: other if name == "hangs" else recorder)
-    monkeypatch.setattr(follow, "FINISH_S", 0.25)
-    monkeypatch.setattr(follow, "MARGIN_S", 0.25)
+    monkeypatch.setattr(feeds, "sink_factory", lambda name: lambda settings: other if name == "hangs" else recorder)
+    monkeypatch.setattr(feeds, "FINISH_S", 0.25)
+    monkeypatch.setattr(feeds, "MARGIN_S", 0.25)
     sinks = started(tmp_path, notes, "hangs", "own")
     write_rows(tmp_path, 1)
     wait_until("the row", lambda: recorder.calls == [1])

@@ -11,7 +11,7 @@ import pytest
 
 from async_rl.config.loading import config_to_toml
 from async_rl.errors import ConfigError
-from async_rl.run import follow
+from async_rl.run import feeds
 from async_rl.run.directory import RunDir
 from async_rl.run.follower import followed
 from async_rl.run.lock import acquire
@@ -34,7 +34,7 @@ def _account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, limit_s in (("SERVER_S", 3.0), ("FINISH_S", 3.0), ("MARGIN_S", 5.0)):
-        monkeypatch.setattr(follow, name, limit_s)
+        monkeypatch.setattr(feeds, name, limit_s)
 
 
 def test_rows_reach_a_server_that_answers_and_a_resume_goes_on_in_the_same_run(
