@@ -14,7 +14,7 @@ import zmq
 
 from async_rl.net.address import check_address
 from async_rl.net.connections import KEEPALIVE
-from async_rl.net.frames import is_readable, send_frames
+from async_rl.net.frames import has_message, send_frames
 from async_rl.net.keys import ClientKeys
 from async_rl.net.link import Link
 from async_rl.net.wire import Frame
@@ -92,7 +92,7 @@ class Caller:
 
     def receive(self) -> Iterator[list[zmq.Frame]]:
         """Yield the messages that have arrived."""
-        while is_readable(self._socket):
+        while has_message(self._socket):
             yield self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
 
     def close(self, linger_ms: int = 0) -> None:

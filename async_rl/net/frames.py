@@ -16,7 +16,7 @@ _LAST, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 _READABLE = int(zmq.POLLIN)
 
 
-def is_readable(socket: zmq.Socket[bytes]) -> bool:
+def has_message(socket: zmq.Socket[bytes]) -> bool:
     """Return whether a message has arrived at ``socket``.
 
     This costs half as much as a poller or an exception of ``recv``.

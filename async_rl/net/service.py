@@ -19,7 +19,7 @@ import zmq
 from async_rl.errors import AddressError
 from async_rl.net.address import url_host
 from async_rl.net.connections import MAX_CONNECTIONS, RouterConnections
-from async_rl.net.frames import is_readable, send_frames
+from async_rl.net.frames import has_message, send_frames
 from async_rl.net.keys import Guard, ServerKeys
 from async_rl.net.wire import Frame
 
@@ -160,7 +160,7 @@ class Service(Generic[P]):
         self.connections.check()
         self._log_counts(time.monotonic())
         for _ in range(max_messages):
-            if not is_readable(self._socket):
+            if not has_message(self._socket):
                 return
             routing_id, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             if self.connections.note_message(frames[-1]):

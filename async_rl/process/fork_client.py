@@ -123,14 +123,12 @@ class ForkServer:
             self.is_ready |= kind == READY
         if not is_alive and not answers:
             raise ServerLostError if self.is_ready else self._ended_early()
-        if self.silent_s > (FORK_LIMIT_S if self.is_ready else START_TIMEOUT_S):
-            raise (
-                ServerLostError
-                if self.is_ready
-                else StartError(
-                    f"{self._content} was not imported and prepared within {START_TIMEOUT_S:g} s; do slow work in each "
-                    f"process instead, such as in an environment's reset"
-                )
+        if self.is_ready and self.silent_s > FORK_LIMIT_S:
+            raise ServerLostError
+        if not self.is_ready and self.silent_s > START_TIMEOUT_S:
+            raise StartError(
+                f"{self._content} was not imported and prepared within {START_TIMEOUT_S:g} s; do slow work in each "
+                f"process instead, such as in an environment's reset"
             )
         return answers
 

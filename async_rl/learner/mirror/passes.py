@@ -68,7 +68,10 @@ def mirror_run(
             tell(run_dir, f"the mirror works again, after {duration(time.time() - failing_since)}")
             failing_since = 0.0
         _note(run_dir, copier, error or copier.lacking)
-        time.sleep(_LOOK_S) if is_last else finish.wait(pause_s)
+        if is_last:
+            time.sleep(_LOOK_S)  # the owner ends the process when it has waited long enough
+        else:
+            finish.wait(pause_s)
 
 
 def _note(run_dir: RunDir, copier: Copier, error: str) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import select
 import time
 from collections.abc import Iterable
 
+from async_rl.net.wake import Wake
 from async_rl.queue.core.generators import GeneratorEntry
 from async_rl.queue.core.state import QueueState
 
@@ -27,8 +25,7 @@ class Lifetime:
 
     def __init__(self, *, linger_s: float, orphan_s: float | None, grace_s: float) -> None:
         self._linger_s, self._orphan_s, self._grace_s = linger_s, orphan_s, grace_s
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_read, False)
+        self._wake = Wake()
         self._stop_reason = ""
         self._stop_at = float("inf")
         self._started = self._learner_seen = time.monotonic()
@@ -37,18 +34,16 @@ class Lifetime:
     @property
     def fd(self) -> int:
         """The descriptor that becomes readable when the server must end. It is polled together with the socket."""
-        return self._wake_read
+        return self._wake.fileno()
 
     def wait(self, timeout_s: float) -> None:
         """Wait up to ``timeout_s`` seconds, or until the server must end."""
-        poller = select.poll()
-        poller.register(self.fd, select.POLLIN)
-        poller.poll(timeout_s * 1000)
+        self._wake.wait(timeout_s)
 
     def stop(self, reason: str) -> None:
         """Make the server end, for ``reason``. This is safe from a signal handler or another thread."""
         self._stop_reason, self._stop_at = reason, time.monotonic()
-        os.write(self._wake_write, b"x")
+        self._wake.set()
 
     def stop_after_learner(self, reason: str) -> None:
         """As ``stop``, but wait until the learner has left, because it saves its last step with the queue's help.
@@ -58,7 +53,7 @@ class Lifetime:
         is_second = bool(self._stop_reason)
         self._stop_reason = reason
         self._stop_at = time.monotonic() + (0.0 if is_second else self._grace_s)
-        os.write(self._wake_write, b"x")
+        self._wake.set()
 
     def note_learner(self, now: float) -> None:
         """Record that the learner sent a message at ``now``, or that its messages could not be received until then."""
@@ -81,8 +76,7 @@ class Lifetime:
         if self._stop_reason:
             if now >= self._stop_at or state.learner is None or state.finished or is_learner_gone:
                 return self._stop_reason
-            with contextlib.suppress(BlockingIOError):
-                os.read(self._wake_read, 16)  # the waits for messages must not return at once
+            self._wake.clear()  # the waits for messages must not return at once
         if state.finished:
             self._finished_at = self._finished_at or now
             return "the run is finished" if not any(unaware) or now - self._finished_at >= FINISH_GRACE_S else ""
@@ -97,5 +91,4 @@ class Lifetime:
         return ""
 
     def close(self) -> None:
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        self._wake.close()
