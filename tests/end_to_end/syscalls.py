@@ -37,11 +37,11 @@ WRITE_ERRORS = (ENOSPC, EIO, EINTR)
 FULL_S = 1.5
 """How long a disk stays full."""
 CAUSES = (
-    "No space left", "Input/output error", "Too many open files", "Interrupted system call",
+    "No space left", "Input/output error", "Too many open files", "free file descriptor", "Interrupted system call",
     "disk I/O error", "disk is full", "unable to open database", "os error", "can't be read or written",
     "can't write the checkpoint",
 )  # fmt: skip
-"""What a message says that names the cause: the texts of the C library, of SQLite and of Rust."""
+"""What a message says that names the cause: the texts of the C library, of SQLite, of Rust and of the product."""
 
 
 @dataclass(frozen=True, order=True)

@@ -49,10 +49,9 @@ def live(directory: Path, rounds: list[tuple[str, ...]], *, seed: int, num_rows:
         for targets in rounds:
             # Two whole checkpoints, so that there is one to go back to.
             new_checkpoints(run, 2)
+            run.hold("learner.taken")  # groups arrive meanwhile, and stay queued
+            wait_until("files", run.tended(lambda: all(files_of(run.run_dir, target) for target in targets)))  # noqa: B023
             kill_all(run.marker)
-            while not all(files_of(run.run_dir, target) for target in targets):  # no group was queued just then
-                new_checkpoints(run, 1)
-                kill_all(run.marker)
             assert not run.is_finished, "the run ended before all damage was done: it needs more rows"
             done += [damage(random.choice(files_of(run.run_dir, target)), random) for target in targets]
         run.finish(WAIT_S)
