@@ -38,6 +38,10 @@ class RunError(UserError):
     """The run directory can't be used: it belongs to another config or process, or it has no run to resume."""
 
 
+class ExtensionError(UserError):
+    """What an extension or an installed package offers by an entry point can't be imported."""
+
+
 class StoreError(UserError):
     """The object store of ``checkpoint.mirror`` can't be reached, refused a request, or has damaged objects."""
 

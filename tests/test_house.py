@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from async_rl.extensions import OFFERS
+from async_rl.registry import load, our_offers
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "async_rl"
 
@@ -19,6 +22,7 @@ SEPARATE = {("generator", "learner"), ("learner", "generator")}
 
 HEAVY = ("torch", "transformers")
 LIGHT = (
+    "registry", "extensions",
     "errors", "attention_limits", "sampling_mask", "routes", "records", "config", "net", "process", "sandbox", "run",
     "rewards", "environments", "data", "scoring", "queue", "launch", "cli", "api", "comparison", "plan", "quickstart",
     "report", "checks.doctor", "checks.table", "evaluation.table", "learner.memory_plan",
@@ -189,10 +193,44 @@ def test_the_package_itself_imports_nothing_of_its_own_until_it_is_used():
 
 def test_every_package_of_the_tree_is_installed():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    listed = set(project["tool"]["setuptools"]["packages"])
-    assert listed == {".".join(path.parent.relative_to(ROOT).parts) for path in PACKAGE.rglob("__init__.py")}
+    assert project["tool"]["setuptools"]["packages"]["find"]["include"] == ["async_rl*"]
     assert "py.typed" in project["tool"]["setuptools"]["package-data"]["async_rl"], "so that pyright reads our types"
     assert {path.parent for path in PACKAGE.rglob("*.py")} == {path.parent for path in PACKAGE.rglob("__init__.py")}
+
+
+ALLOWED = {("quickstart", "insight")}
+"""An extension that imports another one."""
+
+
+def extension(name: str) -> str:
+    """The extension that a module belongs to; empty for the core."""
+    first, *rest = name.split(".")
+    return rest[0] if first == "extensions" and rest else ""
+
+
+def over_the_line(imports: Imports) -> list[str]:
+    """What of ``imports`` leads into an extension from the core or from another extension."""
+    return [
+        f"async_rl.{name} imports async_rl.{target}"
+        for name, targets in imports.items()
+        for target, _ in targets
+        if extension(target) not in ("", extension(name)) and (extension(name), extension(target)) not in ALLOWED
+    ]
+
+
+def test_the_core_imports_no_extension_nor_they_each_other():
+    assert not over_the_line(IMPORTS)
+    planted = {
+        "learner.loop.start": [("extensions.ops.jobs", False)],
+        "extensions.ops.jobs": [("extensions.ops", True)],
+    }
+    assert over_the_line(planted) == ["async_rl.learner.loop.start imports async_rl.extensions.ops.jobs"]
+
+
+@pytest.mark.parametrize("kind", OFFERS)
+def test_what_our_extensions_offer_is_there(kind: str):
+    for offer in our_offers(kind).values():
+        assert load(offer) is not None
 
 
 def test_contributing_names_files_and_functions_that_exist():

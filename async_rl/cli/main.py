@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from async_rl import __version__
+from async_rl.cli.offered import OfferedCommands
 from async_rl.cli.options import (
     AgentCommand,
     AgentPort,
@@ -42,9 +43,6 @@ from async_rl.cli.options import (
     Wait,
     with_profile,
 )
-from async_rl.cli.plan import plan_command
-from async_rl.cli.report import report_command
-from async_rl.cli.slurm import slurm_command
 from async_rl.cli.tools import tools
 from async_rl.errors import ConfigError, UserError
 from async_rl.net.address import check_address, refuse_open_connect
@@ -62,6 +60,7 @@ _PLAIN = "%(message)s"
 
 app = typer.Typer(
     name="async-rl",
+    cls=OfferedCommands,
     help="Train language models by asynchronous reinforcement learning with verifiable rewards.\n\n"
     "Start with `async-rl quickstart`, then with `async-rl launch CONFIG`: it runs the queue server, the learner and "
     "the generators of one config on this machine. `async-rl COMMAND --help` explains each command with an example.",
@@ -611,9 +610,6 @@ def verifier(
         serve(bind, overrides or [], insecure=insecure)
 
 
-app.add_typer(slurm_command)
-app.add_typer(report_command)
-app.add_typer(plan_command)
 app.add_typer(tools)
 
 

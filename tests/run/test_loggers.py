@@ -31,6 +31,7 @@ from async_rl.run.metrics import MetricsWriter
 from async_rl.run.sinks import Sink, check_sinks, samples_table
 from async_rl.run.step_log import StepLog, read_rows
 from tests.end_to_end.harness import wait_until
+from tests.packages import install
 from tests.run.read_loggers import Rows, mlflow_rows, tensorboard_rows, trackio_rows, wandb_rows
 from tests.run.test_metrics import a_config
 from tests.run.wandb_server import closed_url
@@ -308,12 +309,8 @@ def test_a_follower_that_is_killed_is_started_again_and_a_failed_run_is_failed(
 def offer_sink(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Install the example of the docs, the sink ``csv``, as a package outside of the tree."""
     page = (Path(__file__).parents[2] / "docs" / "loggers.md").read_text()
-    info = directory / "my_sinks-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-sinks\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[async_rl.sinks]\ncsv = my_sinks:Csv\n")
-    (directory / "my_sinks.py").write_text(page.partition("```python\n")[2].partition("```")[0])
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(directory), os.environ.get("PYTHONPATH", "")]))
+    source = page.partition("```python\n")[2].partition("```")[0]
+    install(directory, "my_sinks", {"my_sinks.py": source}, "[async_rl.sinks]\ncsv = my_sinks:Csv\n", monkeypatch)
 
 
 def test_a_run_that_has_ended_is_logged_afterwards_to_a_sink_of_another_package(

@@ -1,0 +1,46 @@
+"""The group of all subcommands: those of the core, and those that extensions offer, imported when they are named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+from typer.main import get_command
+
+from async_rl.errors import ExtensionError
+from async_rl.registry import find_offer, load, offers
+
+KIND = "async_rl.commands"
+
+
+class OfferedCommands(TyperGroup):
+    """Commands of the core first. Of an offered command that can't be loaded, the help shows why, and nothing ends."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        self._load_all()
+        return super().list_commands(ctx)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return the command, None if there is none. Raises ExtensionError: it is offered, and can't be loaded."""
+        if cmd_name not in self.commands:
+            if offer := find_offer(KIND, cmd_name):
+                self.commands[cmd_name] = get_command(load(offer))
+            else:
+                self._load_all()  # the message names the nearest
+        return self.commands.get(cmd_name)
+
+    def _load_all(self) -> None:
+        for name, offer in offers(KIND).items():
+            if name not in self.commands:
+                try:
+                    self.commands[name] = get_command(load(offer))
+                except ExtensionError as error:
+                    self.commands[name] = get_command(_broken(str(error)))
+
+
+def _broken(why: str) -> typer.Typer:
+    """Return a command for the list of commands alone."""
+    app = typer.Typer(rich_markup_mode=None)
+    app.command(short_help=f"Can't be loaded: {why}")(lambda: None)
+    return app

@@ -1,0 +1,21 @@
+"""What stands beside the core: each folder is an extension. The core imports none of them, nor they each other.
+
+An extension gives the core things of a few kinds, each under a name, as an installed package does by entry points:
+
+* ``async_rl.commands``: a ``typer.Typer`` with one subcommand of ``async-rl``;
+* ``async_rl.sinks``: what opens a sink of ``log.to``;
+* ``async_rl.rewards`` and ``async_rl.environments``: a name for ``reward.type`` or ``environment.type``.
+
+``OFFERS`` is to this package what ``[project.entry-points]`` is to another; a checkout that is not installed has none.
+"""
+
+from collections.abc import Mapping
+
+OFFERS: Mapping[str, Mapping[str, str]] = {
+    "async_rl.commands": {
+        "slurm": "async_rl.cli.slurm:slurm_command",
+        "report": "async_rl.cli.report:report_command",
+        "plan": "async_rl.cli.plan:plan_command",
+    },
+}
+"""Kind -> name -> MODULE:ATTRIBUTE, for each kind in the order in which they are shown."""

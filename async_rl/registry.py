@@ -1,0 +1,47 @@
+"""Finds what extensions give the core: ours, and those of installed packages by their entry points.
+
+A kind is the name of a group of entry points, such as ``async_rl.commands``. ``async_rl.extensions`` lists the kinds.
+Nothing is imported before ``load``. A name of ours stays ours: no installed package can replace it.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from async_rl.errors import ExtensionError
+from async_rl.extensions import OFFERS
+
+
+def our_offers(kind: str) -> dict[str, EntryPoint]:
+    """Return what this package's own extensions offer of ``kind``, by name."""
+    return {name: EntryPoint(name, place, kind) for name, place in OFFERS.get(kind, {}).items()}
+
+
+@cache
+def offers(kind: str) -> dict[str, EntryPoint]:
+    """Return all that is offered of ``kind``, by name, ours first. It reads the metadata of installed packages."""
+    ours = our_offers(kind)
+    return ours | {entry.name: entry for entry in entry_points(group=kind) if entry.name not in ours}
+
+
+def find_offer(kind: str, name: str) -> EntryPoint | None:
+    """Return what is offered of ``kind`` under ``name``, or None. For a name of ours it reads no metadata."""
+    return our_offers(kind).get(name) or offers(kind).get(name)
+
+
+def load(offer: EntryPoint) -> Any:
+    """Import and return what ``offer`` names.
+
+    Raises:
+        ExtensionError: that failed. The message names the package and the cause.
+    """
+    try:
+        return offer.load()
+    except Exception as error:  # a package's import may raise anything
+        package = "async-rl" if offer.dist is None else f"{offer.dist.name} {offer.dist.version}"
+        raise ExtensionError(
+            f"expected {offer.value}, which the package {package} offers as {offer.name} ({offer.group}), got "
+            f"{type(error).__name__}: {error!s:.300}; update or uninstall the package"
+        ) from error
