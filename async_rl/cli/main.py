@@ -12,7 +12,6 @@ import errno
 import logging
 import os
 import sys
-import traceback
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -43,20 +42,18 @@ from async_rl.cli.options import (
     Wait,
     with_profile,
 )
+from async_rl.cli.role import PLAIN, role
 from async_rl.cli.tools import tools
 from async_rl.errors import ConfigError, UserError
 from async_rl.net.address import check_address, refuse_open_connect
 from async_rl.output import print_json
-from async_rl.process.child import exit_on_sigterm, watch_parent
-from async_rl.process.descriptors import few_descriptors, out_of_descriptors
+from async_rl.process.child import exit_on_sigterm
+from async_rl.process.descriptors import out_of_descriptors
 from async_rl.process.pid_one import leave_pid_one
-from async_rl.terminal import log_visibly, visible
+from async_rl.terminal import visible
 
 if TYPE_CHECKING:
     from async_rl.config.config import Config
-
-_WITH_TIME = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-_PLAIN = "%(message)s"
 
 app = typer.Typer(
     name="async-rl",
@@ -199,7 +196,7 @@ def learner(
       async-rl learner run.toml
       torchrun --nproc-per-node 4 -m async_rl learner run.toml
     """
-    with _role() as is_launched:
+    with role() as is_launched:
         from async_rl.config.loading import load_config
         from async_rl.data.chat import quiet_progress_bars
         from async_rl.process.child import set_torch_defaults
@@ -250,7 +247,7 @@ def replay(
     Example:
       async-rl replay runs/a --set loss.preset=gspo --set run.dir=runs/a-gspo
     """
-    with _role():
+    with role():
         from async_rl.config.loading import load_config
         from async_rl.learner.checkpoints.fork import named_run
         from async_rl.learner.loop.replay import FIXED, RecordedRun
@@ -289,7 +286,7 @@ def generator(
         --set generator.batch_size=128
     """
     refuse_open_connect(connect, insecure=insecure, has_keys=keys is not None)
-    with _role():
+    with role():
         from async_rl.config.loading import check_generator_overrides
         from async_rl.process.child import set_torch_defaults
 
@@ -335,7 +332,7 @@ def queue(
       async-rl queue run.toml --set queue.address=tcp://10.0.0.1:5555 \\
         --set queue.keys=keys
     """
-    with _role():
+    with role():
         from async_rl.config.loading import load_config
 
         resolved = load_config(config, overrides or [])
@@ -445,7 +442,7 @@ def follow(
     Example:
       async-rl follow runs/quickstart --set 'log.to=["tensorboard"]'
     """
-    with _role(_PLAIN) as is_attached:
+    with role(PLAIN) as is_attached:
         from async_rl.launch.follow import follow as follow_run
         from async_rl.run.directory import RunDir
         from async_rl.run.notes import tell
@@ -522,7 +519,7 @@ def scorer(
     Example:
       async-rl scorer run.toml judge --set scorer.judge.address=tcp://10.0.0.3:5570
     """
-    with _role():
+    with role():
         from async_rl.config.loading import load_config
         from async_rl.process.child import set_torch_defaults
 
@@ -548,7 +545,7 @@ def relay(config: ConfigPath, overrides: Overrides = None, insecure: Insecure = 
     Example:
       async-rl relay run.toml --set environment.relay=tcp://10.0.0.1:5560
     """
-    with _role():
+    with role():
         from async_rl.config.loading import load_config
         from async_rl.relay.server import run_relay
 
@@ -577,7 +574,7 @@ def agent(
         -- python my_agent.py
     """
     refuse_open_connect(connect, insecure=insecure, has_keys=keys is not None)
-    with _role():
+    with role():
         from async_rl.relay.start import KEY_VARIABLE, run_agent
 
         run_agent(
@@ -604,7 +601,7 @@ def verifier(
       async-rl verifier --bind 10.0.0.1:8000 --insecure \\
         --set reward.code.workers=16
     """
-    with _role():
+    with role():
         from async_rl.rewards.code_remote import serve
 
         serve(bind, overrides or [], insecure=insecure)
@@ -621,7 +618,7 @@ def _is_first_rank() -> bool:
 @contextlib.contextmanager
 def _offline(config: Path, overrides: list[str] | None) -> Iterator[Config]:
     """Prepare this process for a command that trains on given rows, and yield its config."""
-    with _role(_PLAIN):  # a person waits for it, as for export
+    with role(PLAIN):  # a person waits for it, as for export
         from async_rl.config.loading import load_config
         from async_rl.process.child import set_torch_defaults
 
@@ -634,26 +631,6 @@ def _offline(config: Path, overrides: list[str] | None) -> Iterator[Config]:
         logging.getLogger(__name__).info("loading PyTorch")
         quiet_progress_bars()
         yield resolved
-
-
-@contextlib.contextmanager
-def _role(log_form: str = _WITH_TIME) -> Iterator[bool]:
-    """Prepare this process for a long-running subcommand, such as ``learner``, which runs in the ``with`` block.
-
-    The process ends when its parent dies, runs its ``finally`` blocks on SIGTERM, and logs to standard error, each
-    message in the form ``log_form``. Yield whether ``launch`` started this process.
-    """
-    exit_on_sigterm()
-    is_launched = watch_parent()
-    log_visibly(logging.INFO, log_form)
-    if few := few_descriptors():
-        logging.getLogger(__name__).warning("%s", few)
-    try:
-        yield is_launched
-    except BrokenPipeError:
-        # Typer would exit without a message, as is right for `| head`. In a long-running process it is a failure.
-        traceback.print_exc()
-        raise SystemExit(1) from None
 
 
 def _is_bad_path(error: Exception, arguments: Sequence[str]) -> bool:
