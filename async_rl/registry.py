@@ -6,8 +6,7 @@ Nothing is imported before ``load``. A name of ours stays ours: no installed pac
 
 from __future__ import annotations
 
-from functools import cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, distributions, entry_points
 from typing import Any
 
 from async_rl.errors import ExtensionError
@@ -19,7 +18,6 @@ def our_offers(kind: str) -> dict[str, EntryPoint]:
     return {name: EntryPoint(name, place, kind) for name, place in OFFERS.get(kind, {}).items()}
 
 
-@cache
 def offers(kind: str) -> dict[str, EntryPoint]:
     """Return all that is offered of ``kind``, by name, ours first. It reads the metadata of installed packages."""
     ours = our_offers(kind)
@@ -45,3 +43,13 @@ def load(offer: EntryPoint) -> Any:
             f"expected {offer.value}, which the package {package} offers as {offer.name} ({offer.group}), got "
             f"{type(error).__name__}: {error!s:.300}; update or uninstall the package"
         ) from error
+
+
+def packages_offers() -> dict[str, list[EntryPoint]]:
+    """Return what other installed packages offer of any kind, by package and version."""
+    offered: dict[str, list[EntryPoint]] = {}
+    for package in distributions():
+        ours = [entry for entry in package.entry_points if entry.group.startswith("async_rl.")]
+        if ours:
+            offered[f"{package.name} {package.version}"] = ours
+    return offered

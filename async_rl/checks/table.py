@@ -14,10 +14,12 @@ from typing import Any
 from async_rl.checks import addresses, data, machine, models, rewards, settings
 from async_rl.checks.capacity import check_disk, check_memory
 from async_rl.checks.device_memory import check_device_memory
+from async_rl.checks.extensions import find_packages
 from async_rl.checks.finding import Finding, warnings
 from async_rl.checks.start import Check, Role, Start
 from async_rl.checks.user_code_trial import try_loss
 from async_rl.config.config import Config
+from async_rl.config.extension import check_extension_settings
 from async_rl.config.loading import parse_config
 from async_rl.data.untrained_rows import untrained_end
 from async_rl.errors import RunError, UserError
@@ -62,9 +64,11 @@ def _parity(start: Start) -> Iterable[Finding]:
 
 CHECKS: tuple[Check, ...] = (
     Check("versions", "doctor", _ALL, lambda s: machine.check_versions()),
+    Check("packages", "doctor", _ALL, lambda s: find_packages()),
     Check("cores", "doctor", _ALL, lambda s: machine.find_cores()),
     Check("ranks", "config", _LEARNERS, lambda s: settings.check_ranks(s.config, s.num_ranks)),
     Check("engine keys", "config", (*_LEARNERS, "generator"), lambda s: settings.check_engine_keys(s.config)),
+    Check("extension", "config", _TRAINERS, lambda s: check_extension_settings(s.config)),
     Check("run.dir", "files", _LEARNERS, lambda s: check_writable(Path(s.config.run.dir), "run.dir")),
     Check("queue.address", "machine", _LEARNERS, _check_address),
     Check("weights.port", "machine", _LEARNERS, lambda s: addresses.check_weights_ports(s.config)),

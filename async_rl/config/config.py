@@ -7,7 +7,7 @@ which has no null.
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, Self
 
 from pydantic import Field, model_validator
 
@@ -33,7 +33,7 @@ from async_rl.config.queue import QueueConfig, WeightsConfig
 from async_rl.config.reward import RewardConfig
 from async_rl.config.run import CheckpointConfig, ExperimentalConfig, LogConfig, RunConfig
 from async_rl.config.scorer import ScorerConfig
-from async_rl.config.section import Free, Section
+from async_rl.config.section import Free, Recorded, Section
 from async_rl.process.user_code import is_code_name
 
 
@@ -65,6 +65,8 @@ class Config(Section):
     rm: RmConfig = RmConfig()
     dpo: DpoConfig = DpoConfig()
     experimental: ExperimentalConfig = ExperimentalConfig()
+    # Tables of installed packages, each checked by the model that its package offers (``config.extension``).
+    extension: Recorded[dict[str, dict[str, Any]]] = Field(default={})
 
     @model_validator(mode="after")
     def _keys_agree(self) -> Self:

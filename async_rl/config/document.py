@@ -34,7 +34,8 @@ _INTRO = """\
 A config is a TOML file with one table for each section below; `async-rl COMMAND CONFIG --set section.key=value` sets
 single keys. `async-rl config CONFIG` checks a file and prints every key with its value, and
 `async-rl config CONFIG --explain [KEY]` prints what this page says next to the values of that file. Unknown keys are
-refused.
+refused. A table `[extension.NAME]` is that of an installed package, whose own model (an entry point of the group
+`async_rl.config`) checks it.
 
 *Unset* means that the key is left out; TOML has no null. Sizes are in bytes, times in seconds, as the names say.
 

@@ -236,11 +236,12 @@ def parse_config(raw: Mapping[str, Any], source: str) -> Config:
     try:
         return Config.model_validate(raw)
     except ValidationError as error:
-        lines = [_explain(detail) for detail in error.errors(include_url=False)]
+        lines = [explain_error(detail) for detail in error.errors(include_url=False)]
         raise ConfigError("\n".join([f"{source} is not a valid config:", *(f"  {line}" for line in lines)])) from None
 
 
-def _explain(detail: Mapping[str, Any]) -> str:
+def explain_error(detail: Mapping[str, Any]) -> str:
+    """Return pydantic's ``detail`` of a refused value as a message that begins with its key."""
     key = ".".join(str(part) for part in detail["loc"] if part != "[key]")  # pydantic's mark of a table's key
     if detail["type"] == "extra_forbidden" and detail["loc"][-1] in _ROUTER_KEYS:
         return (
@@ -373,7 +374,7 @@ def check_generator_overrides(overrides: Iterable[str]) -> None:
         except ValidationError as error:
             details += [{**detail, "loc": (section, *detail["loc"])} for detail in error.errors(include_url=False)]
     if details:
-        raise ConfigError("\n".join(["--set is not valid:", *(f"  {_explain(d)}" for d in details)]))
+        raise ConfigError("\n".join(["--set is not valid:", *(f"  {explain_error(d)}" for d in details)]))
 
 
 def apply_override(raw: dict[str, Any], override: str) -> None:

@@ -11,14 +11,6 @@ from async_rl.registry import offers
 from tests.packages import install
 
 
-@pytest.fixture(autouse=True)
-def _fresh_offers(monkeypatch: pytest.MonkeyPatch):
-    offers.cache_clear()
-    yield
-    monkeypatch.undo()
-    offers.cache_clear()
-
-
 def test_a_package_offers_a_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
