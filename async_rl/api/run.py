@@ -6,7 +6,7 @@ import base64
 import html
 import json
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
@@ -17,7 +17,7 @@ from async_rl.config.loading import load_run_config
 from async_rl.errors import RunError
 from async_rl.launch.status import status_of_run
 from async_rl.launch.summary import summary
-from async_rl.output import Progress
+from async_rl.registry import load, our_offers
 from async_rl.run.curve import write_curve
 from async_rl.run.directory import RunDir
 from async_rl.run.progress import is_step_row
@@ -28,6 +28,12 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 logger = logging.getLogger(__name__)
+
+WritePage = Callable[[Sequence[Path], Path], str]
+"""What is offered as ``async_rl.pages``: it writes a page about runs, given their directories, to a file, which is
+replaced. It returns what the page leaves out, in words. Raises RunError: a file of a run is damaged, or the page can't
+be written.
+"""
 
 
 class Run:
@@ -135,10 +141,9 @@ class Run:
         Raises:
             RunError: a file of the run is damaged, or ``out`` can't be written.
         """
-        from async_rl.report.report import write_report
-
         path = self._dir.report if out is None else Path(out)
-        if left_out := write_report([self.path], path, progress=Progress(quiet=True)):
+        write_page: WritePage = load(our_offers("async_rl.pages")["report"])
+        if left_out := write_page([self.path], path):
             logger.warning("%s", left_out)
         return path
 

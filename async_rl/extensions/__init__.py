@@ -3,6 +3,7 @@
 An extension gives the core things of a few kinds, each under a name, as an installed package does by entry points:
 
 * ``async_rl.commands``: a ``typer.Typer`` with one subcommand of ``async-rl``;
+* ``async_rl.pages``: what writes a page about runs, as ``async_rl.Run.report`` does (``api/run.py``);
 * ``async_rl.sinks``: what opens a sink of ``log.to``;
 * ``async_rl.rewards`` and ``async_rl.environments``: a name for ``reward.type`` or ``environment.type``.
 
@@ -17,5 +18,6 @@ OFFERS: Mapping[str, Mapping[str, str]] = {
         "report": "async_rl.cli.report:report_command",
         "plan": "async_rl.cli.plan:plan_command",
     },
+    "async_rl.pages": {"report": "async_rl.report.report:write_report"},
 }
 """Kind -> name -> MODULE:ATTRIBUTE, for each kind in the order in which they are shown."""
