@@ -25,7 +25,7 @@ class OfferedCommands(TyperGroup):
         """Return the command, None if there is none. Raises ExtensionError: it is offered, and can't be loaded."""
         if cmd_name not in self.commands:
             if offer := find_offer(KIND, cmd_name):
-                self.commands[cmd_name] = get_command(load(offer))
+                self.commands[cmd_name] = _command(load(offer))
             else:
                 self._load_all()  # the message names the nearest
         return self.commands.get(cmd_name)
@@ -34,9 +34,16 @@ class OfferedCommands(TyperGroup):
         for name, offer in offers(KIND).items():
             if name not in self.commands:
                 try:
-                    self.commands[name] = get_command(load(offer))
+                    self.commands[name] = _command(load(offer))
                 except ExtensionError as error:
-                    self.commands[name] = get_command(_broken(str(error)))
+                    self.commands[name] = _command(_broken(str(error)))
+
+
+def _command(app: typer.Typer) -> Any:
+    """Return the command of ``app`` without options that would install a shell's completion of it."""
+    command = get_command(app)
+    command.params = [one for one in command.params if one.name not in ("install_completion", "show_completion")]
+    return command
 
 
 def _broken(why: str) -> typer.Typer:

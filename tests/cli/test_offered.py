@@ -26,6 +26,9 @@ def test_a_package_offers_a_command(
         main(["greet", "you"])
     assert capsys.readouterr().out == "hello you\n"
     with pytest.raises(SystemExit, match="0"):
+        main(["greet", "--help"])
+    assert "completion" not in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="0"):
         app(["--help"])
     assert "greet       Greet." in capsys.readouterr().out
 
