@@ -1,12 +1,12 @@
 """What does ``queue.run_ahead = "auto"`` cost, and how young is the data with it? Each cell beside the bound alone.
 
-Simulated time around the real queue core (``async_rl.plan``), so the figures are the same on every machine: 8 groups of
-8 a step, answers of 1000 tokens in the mean, 128 slots in total unless the cell says otherwise. A ratio is the time of
-the learner's step by that in which the generators sample its batch. With jitter, each learner step, and each
-generator's decode steps for the time of a batch, take a log-normal factor longer. A generator is lost, lengths triple
-(with the learner's step or without) and generators are added after half of the steps that count; evaluations take half
-of the generators again and again. Figures are means over seeds; both runs of a seed draw the same lengths. Speed is the
-share of the time in which the learner trains.
+Simulated time around the real queue core (``async_rl.extensions.insight.plan``), so the figures are the same on every
+machine: 8 groups of 8 a step, answers of 1000 tokens in the mean, 128 slots in total unless the cell says otherwise. A
+ratio is the time of the learner's step by that in which the generators sample its batch. With jitter, each learner
+step, and each generator's decode steps for the time of a batch, take a log-normal factor longer. A generator is lost,
+lengths triple (with the learner's step or without) and generators are added after half of the steps that count;
+evaluations take half of the generators again and again. Figures are means over seeds; both runs of a seed draw the same
+lengths. Speed is the share of the time in which the learner trains.
 
 At the end it names the cells that miss a goal, and exits with 1 if there are any. Speed must be at least 0.98 of the
 bound alone's, mean age at most 2 + 1.4 L / S versions (as the run measured them, in the mean of its steps), and not
@@ -33,10 +33,10 @@ import numpy as np
 
 from async_rl.config.config import Config
 from async_rl.config.loading import parse_config
-from async_rl.plan.lengths import Lengths
-from async_rl.plan.rates import Rates
-from async_rl.plan.simulated_generator import SimulatedGenerator
-from async_rl.plan.simulation import Setting, Simulation
+from async_rl.extensions.insight.plan.lengths import Lengths
+from async_rl.extensions.insight.plan.rates import Rates
+from async_rl.extensions.insight.plan.simulated_generator import SimulatedGenerator
+from async_rl.extensions.insight.plan.simulation import Setting, Simulation
 from async_rl.queue.core import generator_requests
 from async_rl.queue.messages import TrainedCounts
 

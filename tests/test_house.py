@@ -22,10 +22,10 @@ SEPARATE = {("generator", "learner"), ("learner", "generator")}
 
 HEAVY = ("torch", "transformers")
 LIGHT = (
-    "registry", "extensions",
+    "registry", "extensions", "extensions.insight",
     "errors", "attention_limits", "sampling_mask", "routes", "records", "config", "net", "process", "sandbox", "run",
-    "rewards", "environments", "data", "scoring", "queue", "launch", "cli", "api", "comparison", "plan", "quickstart",
-    "report", "checks.doctor", "checks.table", "evaluation.table", "learner.memory_plan",
+    "rewards", "environments", "data", "scoring", "queue", "launch", "cli", "api", "quickstart",
+    "checks.doctor", "checks.table", "evaluation.table", "learner.memory_plan",
     "generator.start", "generator.backend", "generator.conformance", "generator.parity",
     "generator.fake", "generator.rollouts", "generator.teachers", "generator.offline", "generator.environment_rollouts",
     "generator.agents", "generator.open_sequence",

@@ -1,4 +1,4 @@
-"""The subcommands that start no learner, generator or server themselves, such as ``config``, ``compare`` and ``eval``.
+"""The subcommands that start no learner, generator or server themselves, such as ``config``, ``eval`` and ``doctor``.
 
 Each subcommand imports large modules only when it runs, so that ``async-rl --help`` is fast.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shlex
 import shutil
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -153,115 +152,6 @@ def show_config(
         return
     for line in explain_keys(resolved, key, width=min(100, shutil.get_terminal_size().columns)):
         typer.echo(line)
-
-
-@tools.command("compare", short_help="Compare runs, and recommend a staleness bound.")
-def compare_runs(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="The directories of runs, finished or running.")],
-    picture: Annotated[
-        Path,
-        typer.Option(
-            "--picture", metavar="FILE", help="Where to write the picture, a PNG file. An existing FILE is replaced."
-        ),
-    ] = Path("compare.png"),
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-) -> None:
-    """Show the speed, the age of the data and the learning of runs side by side, and say which bound to set.
-
-    For advice on queue.max_staleness, compare runs that differ in nothing else but run.seed. The picture is written to
-    compare.png in the current directory; --picture puts it elsewhere. With --json no picture is drawn.
-
-    \b
-    Examples:
-      async-rl compare runs/bound-0 runs/bound-4 --picture bounds.png
-      async-rl compare runs/quickstart --json
-    """
-    _compare_runs(runs, picture, as_json=as_json, quiet=quiet)
-
-
-@tools.command(short_help="Run a config with several values of one key, and compare the runs.")
-def sweep(
-    config: ConfigPath,
-    over: Annotated[
-        str,
-        typer.Option(
-            "--over",
-            metavar="KEY=V1,V2,...",
-            help="The key that differs between the runs, and its values. Of queue.max_staleness alone, without values, "
-            "those are taken that async-rl plan proposes for CONFIG's run.",
-        ),
-    ],
-    overrides: Overrides = None,
-    seeds: Annotated[
-        int,
-        typer.Option("--seeds", metavar="N", min=1, help="Runs of each value, each with its own run.seed."),
-    ] = 1,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-) -> None:
-    """Launch CONFIG once for each value of KEY, one run after the other; then compare the runs.
-
-    The runs' directories are below <run.dir>-sweep, and so is the picture. The same command goes on where it was
-    stopped: it leaves finished runs alone and resumes the others. What launch prints goes to standard error, with a
-    line before and after each run. With --json no picture is drawn.
-
-    \b
-    Example:
-      async-rl sweep run.toml --seeds 3 \\
-        --over queue.max_staleness=0,1,4,16
-    """
-    from async_rl.comparison.sweep import has_finished, header, launch_variant, plan_sweep, result_line
-    from async_rl.process.child import exit_on_sigterm
-
-    exit_on_sigterm()
-    if over.strip() == "queue.max_staleness":
-        from async_rl.plan.table import propose_bounds
-
-        over = f"{over.strip()}={','.join(map(str, propose_bounds(config, overrides or [])))}"
-        typer.echo(f"async-rl plan proposes --over {over}", err=True)
-    variants = plan_sweep(config, overrides or [], over, seeds)
-    num_left, took_s = sum(not has_finished(config, variant) for variant in variants), list[float]()
-    for number, variant in enumerate(variants, start=1):
-        is_launched, begun = not has_finished(config, variant), time.monotonic()
-        if not quiet:
-            typer.echo(visible(header(number, len(variants), variant, took_s, num_left)), err=True)
-        if code := launch_variant(config, variant, quiet=quiet):
-            ended = f"launch of {variant.run_dir} ended with exit code {code}"
-            typer.echo(f"{ended}; see the messages above, then run the same sweep command to continue there", err=True)
-            raise typer.Exit(code if code > 0 else 1)
-        if is_launched:
-            took_s.append(time.monotonic() - begun)
-            num_left -= 1
-        if not quiet:
-            typer.echo(visible(result_line(number, len(variants), variant)), err=True)
-    run_dirs = [variant.run_dir for variant in variants]
-    _compare_runs(run_dirs, run_dirs[0].parent / "compare.png", as_json=as_json, quiet=quiet)
-
-
-def _compare_runs(runs: list[Path], picture: Path, *, as_json: bool, quiet: bool) -> None:
-    """Print the comparison of ``runs``. Draw ``picture`` unless the output is JSON."""
-    from async_rl.comparison.advice import advise
-    from async_rl.comparison.picture import write_picture
-    from async_rl.comparison.summary import summarise
-    from async_rl.comparison.table import comparison_json, comparison_lines
-
-    with Progress(quiet=quiet) as progress:
-        summaries = []
-        for number, path in enumerate(runs):
-            progress.show("reading the runs", number, len(runs))
-            summaries.append(summarise(path))
-        advice = advise(summaries)
-        is_new = not picture.exists()
-        if not as_json:
-            progress.show(f"drawing {picture}")
-            write_picture(summaries, picture, advice.bound)
-    if as_json:
-        print_json(comparison_json(summaries, advice))
-        return
-    for line in comparison_lines(summaries, advice):
-        typer.echo(visible(line))
-    typer.echo(visible(f"picture: {picture.absolute()}{'' if is_new else ' (in place of an older one)'}"))
 
 
 @tools.command("eval", short_help="Evaluate models on data sets; compare evaluations.")

@@ -15,9 +15,11 @@ from collections.abc import Mapping
 OFFERS: Mapping[str, Mapping[str, str]] = {
     "async_rl.commands": {
         "slurm": "async_rl.cli.slurm:slurm_command",
-        "report": "async_rl.cli.report:report_command",
-        "plan": "async_rl.cli.plan:plan_command",
+        "report": "async_rl.extensions.insight.commands:report_command",
+        "compare": "async_rl.extensions.insight.commands:compare_command",
+        "sweep": "async_rl.extensions.insight.commands:sweep_command",
+        "plan": "async_rl.extensions.insight.commands:plan_command",
     },
-    "async_rl.pages": {"report": "async_rl.report.report:write_report"},
+    "async_rl.pages": {"report": "async_rl.extensions.insight.report.report:write_report"},
 }
 """Kind -> name -> MODULE:ATTRIBUTE, for each kind in the order in which they are shown."""

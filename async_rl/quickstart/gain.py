@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from async_rl.comparison.summary import RunSummary
+from async_rl.extensions.insight.comparison.summary import RunSummary
 
 
 def estimated_gain(run: RunSummary) -> list[str]:

@@ -9,9 +9,9 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
-from async_rl.comparison.summary import summarise
 from async_rl.config.loading import load_config
 from async_rl.errors import ConfigError
+from async_rl.extensions.insight.comparison.summary import summarise
 from async_rl.launch.summary import next_lines
 from async_rl.quickstart.gain import estimated_gain, measured_gain
 from async_rl.quickstart.prepare import make_task, run_command, say, write_config

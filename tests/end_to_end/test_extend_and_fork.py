@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from async_rl.comparison.summary import summarise
+from async_rl.extensions.insight.comparison.summary import summarise
 from async_rl.learner.checkpoints.digests import renew_entry
 from async_rl.run.config_changes import ConfigChange, read_changes
 from async_rl.run.directory import RunDir

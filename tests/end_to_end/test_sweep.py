@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.comparison.summary import summarise
+from async_rl.extensions.insight.comparison.summary import summarise
 from tests.end_to_end.faults_harness import fault_config, kill_all, trained_rows
 from tests.end_to_end.harness import processes_of, roles, wait_until
 

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from unittest.mock import patch
 
 from async_rl.config.loading import parse_config
-from async_rl.plan import simulation
-from async_rl.plan.lengths import Lengths
-from async_rl.plan.rates import Rates
-from async_rl.plan.simulated_generator import SimulatedGenerator
-from async_rl.plan.simulation import Prediction, Setting, simulate
+from async_rl.extensions.insight.plan import simulation
+from async_rl.extensions.insight.plan.lengths import Lengths
+from async_rl.extensions.insight.plan.rates import Rates
+from async_rl.extensions.insight.plan.simulated_generator import SimulatedGenerator
+from async_rl.extensions.insight.plan.simulation import Prediction, Setting, simulate
 from async_rl.queue.core.pace import Paces
 
 LENGTHS = Lengths(500, 1.0)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from async_rl.comparison.summary import RunSummary, summarise
+from async_rl.extensions.insight.comparison.summary import RunSummary, summarise
 from async_rl.quickstart.gain import estimated_gain, measured_gain
-from tests.comparison.runs import a_run, eval_row, step_row, write_run
+from tests.extensions.insight.runs import a_run, eval_row, step_row, write_run
 
 
 def idle_run(path: Path, learner: float, generators: float) -> RunSummary:

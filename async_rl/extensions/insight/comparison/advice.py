@@ -1,0 +1,260 @@
+"""Say in words which staleness bound to set, from the summaries of runs that differ in ``queue.max_staleness``.
+
+Pure. The rule: a higher bound pays if its steps are faster, by more than ``PAYS`` and by more than ``CLEARLY`` standard
+errors, and if it reached the accuracy that all runs reached sooner by as much (where the accuracy has clearly risen).
+The lowest bound above which no bound pays is recommended, because it has the freshest data: in doubt, the lower one.
+Bounds whose accuracy at the end is clearly below the best one are left out. For runs of one bound, the figures of the
+runs say what to change.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from async_rl.extensions.insight.comparison.comparable import differing_keys, why_incomparable
+from async_rl.extensions.insight.comparison.points import CLEARLY, ONE_RUN, Point, has_enough, mean_of_known, points_of
+from async_rl.extensions.insight.comparison.summary import RunSummary
+from async_rl.run.progress import MUCH_IDLE
+
+PAYS = 1.05
+"""A bound that is less than this factor faster than a lower bound does not pay."""
+_LOW_ESS = 0.9
+_LOW_OVERLAP = 0.9
+_LOST = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """A recommendation.
+
+    Attributes:
+        sentence: what to do.
+        reasons: one sentence each.
+        bound: the recommended value of ``queue.max_staleness``. None if the runs do not tell.
+        is_certain: whether the runs tell that no higher bound that was tried pays.
+    """
+
+    sentence: str
+    reasons: tuple[str, ...]
+    bound: int | None = None
+    is_certain: bool = True
+
+
+def advise(summaries: Sequence[RunSummary]) -> Advice:
+    """Return what the runs say about ``queue.max_staleness``."""
+    if other_keys := differing_keys(summaries):
+        return Advice(
+            "No advice on queue.max_staleness: compare runs that differ in nothing else but run.seed.",
+            (f"The runs also differ in {', '.join(other_keys)}.",),
+        )
+    if len({summary.bound for summary in summaries}) == 1:
+        return _of_one_bound(summaries)
+    if (obstacle := why_incomparable(summaries)) is not None:
+        remedy, reason = obstacle
+        return Advice(f"No advice on queue.max_staleness: {remedy}", (reason,))
+    return recommend(points_of(summaries), has_enough=has_enough(summaries))
+
+
+def recommend(points: Sequence[Point], *, has_enough: bool) -> Advice:
+    """Return the recommendation for the runs of several bounds.
+
+    Args:
+        points: in the order of their bounds.
+        has_enough: whether there are enough runs to know how much runs of one bound differ.
+    """
+    measured = [point for point in points if point.accuracy is not None]
+    best = max(measured, key=lambda point: point.accuracy or 0.0, default=None)
+    fair = [point for point in points if best is None or not point.is_clearly_below(best)]
+    has_risen = bool(measured) and all(point.has_risen for point in measured)
+    better = [
+        next((high for high in fair[number + 1 :] if _pays(high, low, has_risen=has_risen)), None)
+        for number, low in enumerate(fair)
+    ]
+    chosen = fair[better.index(None)]
+    higher = [point for point in fair if point.bound > chosen.bound and point.steps_per_s > PAYS * chosen.steps_per_s]
+    doubtful = [point for point in higher if not point.is_clearly_faster(chosen)]
+    reasons = [_speeds(points), *_too_low(fair, better, has_risen=has_risen)]
+    reasons.append(_where_it_ends(points, chosen, [point for point in higher if point not in doubtful]))
+    if best is not None and best.first is not None and not has_risen:
+        reasons.append(
+            f"The accuracy does not tell yet: it began at {best.first:.3f} and has not clearly risen at every bound "
+            f"({_accuracies(measured)}). Run more steps before you rely on this recommendation."
+        )
+    elif best is not None:
+        reasons += _learning(measured, best, has_risen=has_risen)
+    if doubtful:
+        reasons.append(_doubt(doubtful, chosen, has_enough=has_enough))
+    reasons += _age(chosen)
+    doubt = f" for now: these runs can't tell whether {_either(doubtful)} pays" if doubtful else ""
+    return Advice(f"Set queue.max_staleness = {chosen.bound}{doubt}.", tuple(reasons), chosen.bound, not doubtful)
+
+
+def _pays(high: Point, low: Point, *, has_risen: bool) -> bool:
+    """Return whether ``high`` is clearly faster, and reached the common accuracy sooner if the evaluations tell."""
+    if high.steps_per_s <= PAYS * low.steps_per_s or not high.is_clearly_faster(low):
+        return False
+    if not has_risen or high.reached_s is None or low.reached_s is None:
+        return True
+    return low.reached_s > PAYS * high.reached_s
+
+
+def _speeds(points: Sequence[Point]) -> str:
+    """Return the speed at each bound, and its gain over the bound before."""
+    gains = [""] + [
+        f" ({high.steps_per_s / low.steps_per_s:.2f} times that at {low.bound})"
+        for low, high in itertools.pairwise(points)
+    ]
+    shown = [f"{_speed(point)} at {point.bound}{gain}" for point, gain in zip(points, gains, strict=True)]
+    return f"Steps/s: {', '.join(shown)}."
+
+
+def _too_low(fair: Sequence[Point], better: Sequence[Point | None], *, has_risen: bool) -> Iterable[str]:
+    """Return why the bounds below the recommended one are too low: ``better`` has a bound that pays for each."""
+    sooner = ", and the accuracy that every run reached came sooner" if has_risen else ""
+    lower = list(zip(fair, better, strict=True))[: better.index(None)]
+    for high, group in itertools.groupby(lower, key=lambda pair: pair[1]):
+        assert high is not None
+        bounds = " and ".join(str(low.bound) for low, _ in group)
+        yield f"Above {bounds} a higher bound pays: at {high.bound} the steps are clearly faster{sooner}."
+
+
+def _where_it_ends(points: Sequence[Point], chosen: Point, late: Sequence[Point]) -> str:
+    """Return why no bound above ``chosen`` pays. ``late`` are those with clearly faster steps."""
+    if chosen is points[-1]:
+        return f"{chosen.bound} is the highest bound that was tried, so a higher one may pay too."
+    if late:
+        return (
+            f"The steps at {_either(late)} are faster than at {chosen.bound}, but the accuracy that every run reached "
+            f"came no sooner."
+        )
+    return (
+        f"No higher bound is faster than {chosen.bound} by more than {PAYS - 1:.0%} and {CLEARLY:.0f} standard errors."
+    )
+
+
+def _learning(measured: Sequence[Point], best: Point, *, has_risen: bool) -> Iterable[str]:
+    times = [f"{point.reached_s:.1f} s at {point.bound}" for point in measured if point.reached_s is not None]
+    if has_risen:
+        yield f"The accuracy that every run reached came after {', '.join(times)}."
+    lost = [point for point in measured if point.is_clearly_below(best)]
+    if lost:
+        yield (
+            f"The accuracy at the end is clearly lower than {_shown(best)} at {best.bound}: {_accuracies(lost)}. So "
+            f"{_either(lost)} is not recommended."
+        )
+    else:
+        yield f"The accuracy at the end does not suffer: {_accuracies(measured)}."
+
+
+def _doubt(doubtful: Sequence[Point], chosen: Point, *, has_enough: bool) -> str:
+    """Return what the runs can't tell, and how to find out."""
+    gains = [f"{point.bound} made {point.steps_per_s / chosen.steps_per_s:.2f} times the steps/s" for point in doubtful]
+    bounds = ",".join(str(point.bound) for point in (chosen, *doubtful))
+    why = (
+        f"the difference is below {CLEARLY:.0f} standard errors"
+        if has_enough
+        else f"with so few seeds that may be noise, since two runs of one bound may differ by {ONE_RUN:.0%} and more"
+    )
+    seeds = "9" if has_enough else "3"
+    return (
+        f"{' and '.join(gains)} of {chosen.bound}, but {why}. To find out: async-rl sweep CONFIG --over "
+        f"queue.max_staleness={bounds} --seeds {seeds}"
+    )
+
+
+def _age(chosen: Point) -> Iterable[str]:
+    if chosen.staleness is not None and chosen.ess is not None:
+        warning = ", which is low: consider a lower bound or optimizer.lr" if chosen.ess < _LOW_ESS else ""
+        yield (
+            f"At {chosen.bound} a trained token is {chosen.staleness:.1f} versions old on average, and the effective "
+            f"sample size is {chosen.ess:.3f}{warning}."
+        )
+
+
+def _of_one_bound(summaries: Sequence[RunSummary]) -> Advice:
+    bound = summaries[0].bound
+    keys = ("overlap/efficiency", "idle/learner", "idle/generators", "staleness/mean", "ratio/ess")
+    overlap, learner, generators, staleness, ess = (
+        mean_of_known(summary.means[key] for summary in summaries) for key in keys
+    )
+    lost = sum(mean_of_known(getattr(summary, name) for summary in summaries) or 0.0 for name in ("dropped", "masked"))
+    if lost > _LOST:
+        return Advice(
+            f"Raise queue.max_staleness above {bound}.", (f"{lost:.1%} of the data was lost because it was too old.",)
+        )
+    if ess is not None and ess < _LOW_ESS:
+        return Advice(
+            f"Lower queue.max_staleness below {bound}, or lower optimizer.lr.",
+            (f"The effective sample size is only {ess:.3f}: the data is too old for this learning rate.",),
+        )
+    if waits := _slow_scores(summaries):
+        return waits
+    if overlap is not None and overlap < _LOW_OVERLAP:
+        return Advice(
+            f"Try a queue.max_staleness above {bound}.",
+            (
+                f"Overlap is {overlap:.2f} of 1: learner and generators wait for each other, or share processors.",
+                f"Whether a higher bound pays: async-rl sweep CONFIG --over queue.max_staleness={_higher(bound)}.",
+            ),
+        )
+    config = summaries[0].config
+    fills = config.queue.run_ahead == "bound" and config.learner.fixed_lag is None
+    if fills and (generators or 0.0) > MUCH_IDLE and staleness is not None and staleness > 0.8 * bound:
+        return Advice(
+            'Set queue.run_ahead = "auto": younger data at the same speed.',
+            (
+                f"Generators idle {generators:.0%} of the time, and data is {staleness:.1f} versions old, because it "
+                f"waits in the queue.",
+            ),
+        )
+    if learner is not None and learner > MUCH_IDLE:
+        return Advice(
+            "Add generators, or raise generator.batch_size.", (f"The learner waits {learner:.0%} of the time.",)
+        )
+    return Advice(
+        f"Nothing speaks against queue.max_staleness = {bound}.",
+        ("Compare it with other bounds: only that shows whether another one is faster.",),
+    )
+
+
+def _slow_scores(summaries: Sequence[RunSummary]) -> Advice | None:
+    """Return the advice for runs whose generators wait mostly for rewards or environments; None for others."""
+    grading = mean_of_known(summary.means["idle/grading"] for summary in summaries) or 0.0
+    environment = mean_of_known(summary.means["idle/environment"] for summary in summaries) or 0.0
+    if max(grading, environment) <= MUCH_IDLE:
+        return None
+    if grading >= environment:
+        return Advice(
+            "Make the reward faster: the staleness bound is not what holds this run up.",
+            (
+                f"Generators wait for scores {grading:.0%} of the time. An async reward function scores many answers "
+                f"at once, and several generators grade side by side (docs/rewards.md).",
+            ),
+        )
+    return Advice(
+        "Make the environment or its tools faster, or play more rollouts at once (generator.batch_size).",
+        (f"Generators wait for environments {environment:.0%} of the time.",),
+    )
+
+
+def _higher(bound: int) -> str:
+    """Return the values for a sweep from ``bound`` upwards."""
+    return ",".join(str(value) for value in (bound, max(1, 2 * bound), max(4, 4 * bound)))
+
+
+def _speed(point: Point) -> str:
+    return f"{point.steps_per_s:.3g} ± {point.speed_error:.2g}"
+
+
+def _shown(point: Point) -> str:
+    return f"{point.accuracy:.3f} ± {point.error:.3f}"
+
+
+def _accuracies(points: Iterable[Point]) -> str:
+    return ", ".join(f"{_shown(point)} at {point.bound}" for point in points)
+
+
+def _either(points: Sequence[Point]) -> str:
+    return " or ".join(str(point.bound) for point in points)
