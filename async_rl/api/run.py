@@ -19,7 +19,7 @@ from async_rl.launch.status import status_of_run
 from async_rl.launch.summary import summary
 from async_rl.registry import load, our_offers
 from async_rl.run.curve import write_curve
-from async_rl.run.directory import RunDir
+from async_rl.run.directory import RunDir, step_files
 from async_rl.run.progress import is_step_row
 from async_rl.run.step_log import Row, eval_figures, iter_metrics, last_step
 from async_rl.terminal import visible
@@ -122,7 +122,7 @@ class Run:
 
     def answers(self, set_name: str, step: int | None = None) -> Iterator[Row]:
         """Yield the answers to the evaluation set ``set_name`` after ``step``, or those of all its evaluations."""
-        return _records(self._dir.eval, f"{set_name}-", step)
+        return _records(self._dir.eval, set_name, step)
 
     def picture(self) -> Path:
         """Draw the run's curves as they are now, and return the path of the picture, a PNG.
@@ -162,15 +162,13 @@ class Run:
         return f'{text}<img alt="curves of the run" style="max-width: 100%" src="data:image/png;base64,{encoded}">'
 
 
-def _records(folder: Path, prefix: str, step: int | None) -> Iterator[Row]:
-    """Yield the lines of the files ``<prefix>step-NNNNNN.jsonl`` in ``folder``, each with its step."""
-    start = f"{prefix}step-"
-    for path in sorted(folder.glob("*.jsonl")):
-        number = path.stem.removeprefix(start)
-        if path.stem.startswith(start) and number.isdigit() and step in (None, int(number)):
+def _records(folder: Path, set_name: str, step: int | None) -> Iterator[Row]:
+    """Yield the lines of the files of ``set_name`` in ``folder``, each with its step."""
+    for name, number, path in step_files(folder):
+        if name == set_name and step in (None, number):
             with path.open(encoding="utf-8") as lines:
                 for line in lines:
-                    yield {"step": int(number), **json.loads(line)}
+                    yield {"step": number, **json.loads(line)}
 
 
 def _frame(rows: Iterable[Row], index: list[str]) -> DataFrame:

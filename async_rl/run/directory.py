@@ -239,6 +239,14 @@ def checkpoint_name(step: int) -> str:
     return f"step-{step:06d}"
 
 
+def step_files(folder: Path) -> Iterator[tuple[str, int, Path]]:
+    """Yield the set (of rollouts: ""), the step and the path of each file of records in ``folder``, in their order."""
+    for path in sorted(folder.glob("*step-*.jsonl")):
+        name, _, step = path.stem.rpartition("step-")
+        if step.isdecimal():
+            yield name.removesuffix("-"), int(step), path
+
+
 def appended_lines(path: Path, offset: int) -> tuple[list[str], int]:
     """Return the lines of a growing file after ``offset``, in bytes, without an incomplete last one, and their end."""
     with path.open("rb") as file:

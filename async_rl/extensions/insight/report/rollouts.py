@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -21,34 +21,18 @@ import numpy as np
 from async_rl.errors import RunError
 from async_rl.extensions.insight.report.figures import Plain, short
 from async_rl.extensions.insight.report.page import blob, to_json
-from async_rl.run.directory import RunDir
+from async_rl.run.directory import RunDir, step_files
 from async_rl.run.step_log import Row, iter_rows
 from async_rl.run.token_columns import TokenTable, columns_path, read_token_columns
 
 CHUNK_ROLLOUTS = 64
 """Rollouts of a chunk. Larger ones pack better, and take longer to open."""
-_NUMBERS = (
-    "step",
-    "position",
-    "index",
-    "row",
-    "reward",
-    "accuracy",
-    "tokens",
-    "stale",
-    "finish",
-    "cause",
-    "chunk",
-    "slot",
-    "set",
-)
-
-
 _SUMMARIES = {
     "reward": "reward", "accuracy": "accuracy", "tokens": "tokens", "stale": "staleness", "finish": "finish",
     "cause": "cause",
 }  # fmt: skip
 """Column of the index -> key of ``summaries.jsonl``."""
+_NUMBERS = ("step", "position", "index", "row", *_SUMMARIES, "chunk", "slot", "set")
 _COLUMNS = ("token", "version", "behavior", "difference", "advantage", "entropy", "outcome")
 """Columns of a chunk, float32 [T] each. ``difference`` is the learner's log-probability minus the behavior's."""
 _KEPT_BITS = 9
@@ -102,7 +86,7 @@ def read_index(run_dir: RunDir) -> tuple[Index, list[Chunk]]:
     summaries = {row["step"]: row for row in iter_rows(run_dir.rollout_summaries, is_whole=_is_whole)}
     # A resumed run keeps the texts of later steps until it trains them again; its summaries end where it is.
     last = max(summaries, default=None)
-    recorded = {step: path for step, path in rollout_files(run_dir) if last is None or step <= last}
+    recorded = {step: path for _, step, path in step_files(run_dir.rollouts) if last is None or step <= last}
     for step in sorted(summaries.keys() | recorded.keys()):
         places: dict[tuple[int, int], tuple[int, int]] = {}
         keys = _keys(recorded[step]) if step in recorded else ()
@@ -115,7 +99,7 @@ def read_index(run_dir: RunDir) -> tuple[Index, list[Chunk]]:
         else:
             for record in read_records(recorded[step]):
                 _add_record(index, step, record, places[record["position"], record["index"]])
-    for name, step, path in eval_files(run_dir):
+    for name, step, path in step_files(run_dir.eval):
         _add_answers(index, chunks, name, step, path)
     return index, chunks
 
@@ -204,21 +188,6 @@ def _is_whole(row: Row) -> bool:
         return whole and all(len(row[key]) == count for key in _SUMMARIES.values())
     except (KeyError, TypeError):
         return False
-
-
-def rollout_files(run_dir: RunDir) -> Iterator[tuple[int, Path]]:
-    """Yield the files of recorded rollouts with their steps, in order."""
-    for path in sorted(run_dir.rollouts.glob("step-*.jsonl")):
-        if (number := path.stem.removeprefix("step-")).isdecimal():
-            yield int(number), path
-
-
-def eval_files(run_dir: RunDir) -> Iterator[tuple[str, int, Path]]:
-    """Yield the files of evaluations' answers with the name of the set and the step, by set, in order."""
-    for path in sorted(run_dir.eval.glob("*-step-*.jsonl")):
-        name, _, number = path.stem.rpartition("-step-")
-        if number.isdecimal():
-            yield name, int(number), path
 
 
 def read_records(path: Path, fields: frozenset[str] | None = None, lines: slice = slice(None)) -> list[Plain]:

@@ -17,8 +17,8 @@ from async_rl.errors import RunError
 from async_rl.extensions.insight.report.figures import run_state
 from async_rl.extensions.insight.report.page import render
 from async_rl.extensions.insight.report.report import read_all
-from async_rl.extensions.insight.report.rollouts import Chunk, chunk_bytes, eval_files, index_data, read_index
-from async_rl.run.directory import RunDir
+from async_rl.extensions.insight.report.rollouts import Chunk, chunk_bytes, index_data, read_index
+from async_rl.run.directory import RunDir, step_files
 
 _MAX_DIGITS = 10
 """Digits of a number in an address. Python refuses to read numbers of thousands."""
@@ -41,13 +41,13 @@ class ServedRuns:
         """
         if path == "/":
             figures = read_all([run.path for run in self._runs])
-            counts = [int(any(run.rollouts.glob("s*")) or any(eval_files(run))) for run in self._runs]
+            counts = [int(any(run.rollouts.glob("s*")) or any(step_files(run.eval))) for run in self._runs]
             return "text/html; charset=utf-8", render(figures, counts, is_served=True).encode()
         kind, *numbers = path.removeprefix("/data/").split("-")
         if kind == "stamp" and not numbers:
             return "text/plain", "".join(map(_stamp, self._runs)).encode()
         places = [int(number) for number in numbers if number.isdecimal() and len(number) <= _MAX_DIGITS]
-        if len(places) != len(numbers) or len(places) != {"index": 1, "chunk": 2}.get(kind) or places[0] >= self._count:
+        if not len(places) == len(numbers) == {"index": 1, "chunk": 2}.get(kind) or places[0] >= len(self._runs):
             raise KeyError(path)
         data, chunks = self._index(places[0], is_new=kind == "index")
         if kind == "index":
@@ -55,10 +55,6 @@ class ServedRuns:
         if places[1] >= len(chunks):
             raise KeyError(path)
         return "application/octet-stream", chunk_bytes(chunks[places[1]])
-
-    @property
-    def _count(self) -> int:
-        return len(self._runs)
 
     def _index(self, number: int, *, is_new: bool) -> tuple[bytes, list[Chunk]]:
         """Return a run's index, and the places of its chunks. It is read again if it ``is_new`` and has changed."""
