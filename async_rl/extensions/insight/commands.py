@@ -182,18 +182,18 @@ def sweep(
         over = f"{over.strip()}={','.join(map(str, propose_bounds(config, overrides or [])))}"
         typer.echo(f"async-rl plan proposes --over {over}", err=True)
     variants = plan_sweep(config, overrides or [], over, seeds)
-    num_left, took_s = sum(not has_finished(config, variant) for variant in variants), list[float]()
+    left, took_s = [variant for variant in variants if not has_finished(config, variant)], list[float]()
     for number, variant in enumerate(variants, start=1):
-        is_launched, begun = not has_finished(config, variant), time.monotonic()
+        begun = time.monotonic()
         if not quiet:
-            typer.echo(visible(header(number, len(variants), variant, took_s, num_left)), err=True)
+            typer.echo(visible(header(number, len(variants), variant, took_s, len(left))), err=True)
         if code := launch_variant(config, variant, quiet=quiet):
             ended = f"launch of {variant.run_dir} ended with exit code {code}"
             typer.echo(f"{ended}; see the messages above, then run the same sweep command to continue there", err=True)
             raise typer.Exit(code if code > 0 else 1)
-        if is_launched:
+        if variant in left:
             took_s.append(time.monotonic() - begun)
-            num_left -= 1
+            left.remove(variant)
         if not quiet:
             typer.echo(visible(result_line(number, len(variants), variant)), err=True)
     run_dirs = [variant.run_dir for variant in variants]

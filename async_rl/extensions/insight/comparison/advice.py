@@ -22,7 +22,8 @@ PAYS = 1.05
 """A bound that is less than this factor faster than a lower bound does not pay."""
 _LOW_ESS = 0.9
 _LOW_OVERLAP = 0.9
-_LOST = 0.02
+MUCH_LOST = 0.02
+"""Share of the data from which on its loss is worth a word."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +181,7 @@ def _of_one_bound(summaries: Sequence[RunSummary]) -> Advice:
         mean_of_known(summary.means[key] for summary in summaries) for key in keys
     )
     lost = sum(mean_of_known(getattr(summary, name) for summary in summaries) or 0.0 for name in ("dropped", "masked"))
-    if lost > _LOST:
+    if lost > MUCH_LOST:
         return Advice(
             f"Raise queue.max_staleness above {bound}.", (f"{lost:.1%} of the data was lost because it was too old.",)
         )

@@ -90,7 +90,7 @@ def points_of(summaries: Sequence[RunSummary]) -> list[Point]:
             ess=mean_of_known(run.means["ratio/ess"] for run in runs),
             staleness=mean_of_known(run.means["staleness/mean"] for run in runs),
             first=mean_of_known(history[0].accuracy for history in of_bounds[number] if len(history) > 1),
-            reached_s=mean_of_known(_reached_s(history, target) for history in of_bounds[number]),
+            reached_s=mean_of_known(one.time_s for history in of_bounds[number] if (one := reached(history, target))),
         )
         for number, runs in enumerate(groups)
     ]
@@ -115,11 +115,6 @@ def reached(evaluations: Sequence[Evaluation], target: float) -> Evaluation | No
 def common_target(summaries: Iterable[RunSummary], dataset: str) -> float:
     """Return the highest accuracy that every run with evaluations on ``dataset`` has reached."""
     return min(max(e.accuracy for e in evaluations) for s in summaries if (evaluations := s.evaluations.get(dataset)))
-
-
-def _reached_s(evaluations: Sequence[Evaluation], target: float) -> float | None:
-    first = reached(evaluations, target)
-    return None if first is None else first.time_s
 
 
 def _speed_error(runs: Sequence[RunSummary], spread: float | None, *, is_enough: bool) -> float:

@@ -1,8 +1,9 @@
 """Summarise a run: speed, idle time, staleness, off-policy statistics, lost data, rewards and evaluations.
 
-Means over steps leave out the first steps of a run, in which the queue fills (``WARM_UP``), and the first step of every
-later start, which waits for the generators. Means of shares of time are weighted by the time of each step, means over
-tokens by the trained tokens of each step. Seconds are seconds of training, without start-up (``speed``).
+Means over steps leave out the first steps of a run, in which the queue fills, and the first step of every later start,
+which waits for the generators (``speed.warm_steps``). At least one step remains. Means of shares of time are weighted
+by the time of each step, means over tokens by the trained tokens of each step. Seconds are seconds of training, without
+start-up (``speed``).
 """
 
 from __future__ import annotations
@@ -17,18 +18,15 @@ from typing import Any
 from async_rl.config.config import Config
 from async_rl.config.loading import load_run_config
 from async_rl.errors import RunError
-from async_rl.extensions.insight.comparison.speed import Startups, find_startups, relative_error, training_s
+from async_rl.extensions.insight.comparison.speed import Startups, find_startups, relative_error, training_s, warm_steps
 from async_rl.run.config_changes import ConfigChange, read_changes
 from async_rl.run.directory import RunDir
 from async_rl.run.metric_table import SHOWN, weight_of
 from async_rl.run.starts import Origin, first_steps, read_origin
 from async_rl.run.step_log import Row, eval_figures, is_metrics_row, mean_of, read_rows
 
-WARM_UP = 0.1
-"""Share of a run's steps, at its beginning, that means over steps leave out. At least one step remains."""
-
 _LAG = re.compile(r"lag_(\d+)/tokens")
-_LOST = ("stale", "cancelled", "too_slow")
+LATE = ("stale", "cancelled", "too_slow")
 """Causes in the ledger for which groups are dropped because of their age."""
 
 
@@ -119,7 +117,7 @@ def summarise(path: Path) -> RunSummary:
     if not steps:
         raise RunError(f"{path}: expected a run that has made a step, got none yet; wait for its first step")
     ledger = run_dir.read_ledger()
-    warm = [row for row in steps[round(WARM_UP * len(steps)) :] if row["step"] not in starts] or steps[-1:]
+    warm = warm_steps(steps, starts) or steps[-1:]
     startups = find_startups(steps, starts)
     steps_per_s, error = len(warm) / sum(row["time/step_s"] for row in warm), relative_error(warm)
     return RunSummary(
@@ -174,7 +172,7 @@ def _dropped(ledger: Mapping[str, Any]) -> float | None:
     groups = ledger.get("groups")
     if not groups:
         return None
-    lost = sum(groups["dropped"].get(cause, 0) for cause in _LOST)
+    lost = sum(groups["dropped"].get(cause, 0) for cause in LATE)
     ended = groups["trained"] + groups["filtered"] + sum(groups["dropped"].values())
     return lost / ended if ended else None
 

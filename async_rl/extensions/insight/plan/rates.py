@@ -13,7 +13,7 @@ import numpy as np
 from async_rl.config.config import Config
 from async_rl.config.loading import load_config, load_run_config
 from async_rl.errors import ConfigError, RunError
-from async_rl.extensions.insight.comparison.summary import WARM_UP
+from async_rl.extensions.insight.comparison.speed import warm_steps
 from async_rl.extensions.insight.plan.lengths import Lengths, read_lengths
 from async_rl.run.directory import RunDir
 from async_rl.run.starts import first_steps
@@ -111,7 +111,7 @@ def measure(run_dir: RunDir) -> Rates:
     """
     config, starts = load_run_config(run_dir.config), set(first_steps(run_dir))
     steps = [row for row in read_rows(run_dir.metrics, is_whole=is_metrics_row) if "version" in row]
-    warm = [row for row in steps[round(WARM_UP * len(steps)) :] if row["step"] not in starts]
+    warm = warm_steps(steps, starts)
     sampled = [row for row in warm if row.get("time/generate_s") and row.get("throughput/generated_tokens_per_s")]
     if not sampled:
         raise RunError(

@@ -19,6 +19,7 @@ import numpy as np
 
 from async_rl.config.config import Config
 from async_rl.data.dataset import Row
+from async_rl.extensions.insight.comparison.summary import LATE
 from async_rl.extensions.insight.plan.lengths import Lengths
 from async_rl.extensions.insight.plan.rates import Rates
 from async_rl.extensions.insight.plan.simulated_generator import SimulatedGenerator, SimulatedGroup
@@ -38,7 +39,6 @@ _MOST_DRAWN = 1 << 14
 _NEVER_S = 1e15
 _ROLLOUTS, _LEAST_STEPS, _MOST_STEPS = 30_000, 12, 200
 """About how many rollouts are sampled in the steps that count, and the limits of the number of these steps."""
-_LATE = ("stale", "cancelled", "too_slow")
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,7 +308,7 @@ class Simulation:
         """
         groups, tokens = self._state.ledger.groups, self._state.ledger.tokens
         busy_s = sum(generator.busy_s for generator in self._generators.values())
-        late, kept = sum(groups.dropped[cause] for cause in _LATE), groups.done + groups.filtered
+        late, kept = sum(groups.dropped[cause] for cause in LATE), groups.done + groups.filtered
         masked = tokens.masked.total()
         return np.array([self._now, self._wait_s, busy_s, self._num_received, late, kept, masked, tokens.done])
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from async_rl.config.config import Config
 from async_rl.evaluation.table import aligned
-from async_rl.extensions.insight.comparison.advice import PAYS
+from async_rl.extensions.insight.comparison.advice import MUCH_LOST, PAYS
 from async_rl.extensions.insight.plan.rates import Rates, find_rates
 from async_rl.extensions.insight.plan.simulation import Prediction, Setting, simulate
 from async_rl.output import size_text
@@ -19,7 +19,6 @@ from async_rl.run.progress import MUCH_IDLE
 
 _BOUNDS = (1, 2, 4, 8)
 """The staleness bounds of a plan for which the user names none, besides the lowest and the config's."""
-_LOST = 0.02
 _COLUMNS: dict[str, Callable[[Prediction], str]] = {
     "bound": lambda one: f"{one.setting.max_staleness}",
     "generators": lambda one: f"{one.setting.num_generators}",
@@ -106,7 +105,7 @@ def _reasons(chosen: Prediction, lowest: Prediction, gain: float) -> Iterator[st
         )
     else:
         yield f"That is {chosen.steps_per_s / lowest.steps_per_s:.2f} times the steps/s of a bound of {bound}."
-    if lost > _LOST:
+    if lost > MUCH_LOST:
         yield f"{lost:.1%} of the data is too old to train on. A higher bound loses less."
     if chosen.idle_generators > max(MUCH_IDLE, chosen.idle_learner):
         yield f"Generators wait {chosen.idle_generators:.0%} of the time: add learner ranks, or take fewer generators."
