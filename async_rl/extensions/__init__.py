@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 OFFERS: Mapping[str, Mapping[str, str]] = {
     "async_rl.commands": {
-        "slurm": "async_rl.cli.slurm:slurm_command",
+        "slurm": "async_rl.extensions.ops.commands:slurm_command",
         "report": "async_rl.extensions.insight.commands:report_command",
         "compare": "async_rl.extensions.insight.commands:compare_command",
         "sweep": "async_rl.extensions.insight.commands:sweep_command",

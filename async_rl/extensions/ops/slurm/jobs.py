@@ -132,7 +132,7 @@ def render(script: str, config: Config, config_words: Sequence[str], options: Jo
 
     environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True, trim_blocks=True)
     environment.filters["quote"] = lambda value: shlex.quote(str(value))
-    template = (files("async_rl.slurm") / "templates" / script).read_text(encoding="utf-8")
+    template = (files("async_rl.extensions.ops.slurm") / "templates" / script).read_text(encoding="utf-8")
     run_dir, place, keys = Path(config.run.dir).absolute(), script_directory(config), config.queue.keys
     gpus = options.ranks_per_node
     if script == GENERATORS:

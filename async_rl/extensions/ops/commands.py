@@ -1,4 +1,4 @@
-"""The subcommand ``slurm``. It imports large modules only when it runs, so that ``async-rl --help`` is fast."""
+"""The subcommand ``slurm``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from async_rl.cli.options import ConfigPath, Overrides
 from async_rl.terminal import visible
 
 if TYPE_CHECKING:
-    from async_rl.slurm.jobs import Scripts
+    from async_rl.extensions.ops.slurm.jobs import Scripts
 
 slurm_command = typer.Typer(rich_markup_mode=None)
 _Ranks = Annotated[
@@ -74,8 +74,8 @@ def slurm(
       async-rl slurm run.toml --generators 4 --setup 'module load cuda' --submit
     """
     from async_rl.config.loading import load_config
+    from async_rl.extensions.ops.slurm import jobs
     from async_rl.run.reuse import check_place
-    from async_rl.slurm import jobs
 
     resolved = load_config(config, overrides or [])
     check_place(resolved, config, overrides or [])

@@ -16,8 +16,8 @@ import pytest
 import tomli_w
 
 from tests.end_to_end.harness import ROOT, check_ledger, steps, wait_until
-from tests.end_to_end.slurm_cluster import Slurm, slurm
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
+from tests.extensions.ops.slurm.cluster import Slurm, slurm
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3000)]
 

@@ -1,7 +1,7 @@
 """The scripts of ``async-rl slurm``: their options, and what they do when Slurm's commands answer one thing or another.
 
-The commands are fakes here: small programs in the first directory of ``PATH``. ``tests/end_to_end/test_slurm.py`` has
-whole runs on a real Slurm.
+The commands are fakes here: small programs in the first directory of ``PATH``. ``test_runs.py`` has whole runs on a
+real Slurm.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 from async_rl.cli.main import main
 from async_rl.config.loading import parse_config
 from async_rl.errors import ConfigError, RunError
-from async_rl.slurm.jobs import GENERATORS, LEARNER, JobOptions, Scripts, render, write_scripts
+from async_rl.extensions.ops.slurm.jobs import GENERATORS, LEARNER, JobOptions, Scripts, render, write_scripts
 
 STATES = {"running": "RUNNING", "cancelled": "COMPLETING"}
 OPTIONS = JobOptions(

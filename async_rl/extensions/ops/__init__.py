@@ -1,0 +1,1 @@
+"""What runs need where they run for days: jobs on a Slurm cluster (``slurm/``)."""
