@@ -60,7 +60,7 @@ test-long: $(INSTALLED) $(VLLM_INSTALLED) $(LOGGERS_INSTALLED)
 	$(BIN)/python -m pytest -m "long and not vllm" $(PIECE)
 	$(BIN)/python -m pytest -m slow -k struck_at_random_moments --kills 600 $(PIECE)
 	$(VLLM_VENV)/bin/python -m pytest -m "long and vllm" $(PIECE)
-	$(LOGGERS_VENV)/bin/python -m pytest -m "slow and not long" tests/run/test_loggers.py $(PIECE)
+	$(LOGGERS_VENV)/bin/python -m pytest -m "slow and not long" tests/extensions/ops/sinks/test_loggers.py $(PIECE)
 
 test-vllm: $(VLLM_INSTALLED)
 	$(VLLM_VENV)/bin/python -m pytest -m "vllm and not long" $(PARALLEL)
@@ -71,7 +71,7 @@ test-vllm-v2: $(VLLM_INSTALLED)
 	  $(VLLM_VENV)/bin/python -m pytest -m vllm -k "not v1" $(RUNNER_TESTS)
 
 test-loggers: $(LOGGERS_INSTALLED)
-	$(LOGGERS_VENV)/bin/python -m pytest -m "not long" tests/run/test_loggers.py $(PIECE)
+	$(LOGGERS_VENV)/bin/python -m pytest -m "not long" tests/extensions/ops/sinks/test_loggers.py $(PIECE)
 
 test-gpu:
 	$(PYTHON_ON_GPU) -m pytest -m gpu

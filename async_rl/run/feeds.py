@@ -90,8 +90,8 @@ class Sinks:
             feed.join(max(0.0, deadline - time.monotonic()))
             remedy = f"{ONLY_FILE}, and async-rl follow {self._run_dir.path} sends what is left"
             if feed.is_unsent or (feed.is_alive() and feed.place):
-                sync = f"to send what is left: wandb sync {feed.place}" if feed.name == "wandb" else remedy
-                self._note(f"{feed.name} did not send everything within {FINISH_S:g} s at the end of the run; {sync}")
+                own = f"to send what is left: {feed.remedy}" if feed.remedy else remedy
+                self._note(f"{feed.name} did not send everything within {FINISH_S:g} s at the end of the run; {own}")
                 is_complete = False
             if steps := feed.missing_steps():
                 span = f"{min(steps)} to {max(steps)}" if len(steps) > 1 else f"{steps[0]}"
@@ -104,7 +104,7 @@ class Feed(threading.Thread):
     """Feeds one sink until ``end`` is called.
 
     Attributes:
-        place: where the sink has the run; empty before it is open.
+        place, remedy: those of the sink; empty before it is open.
         refusal: why the sink can't be opened although its server answers; empty if there is no such cause.
         is_tried: set after the first attempt to open the sink.
         is_unsent: the sink's server did not take the last rows in time, which the sink's own files have.
@@ -113,7 +113,8 @@ class Feed(threading.Thread):
     def __init__(self, name: str, settings: Settings, note: Callable[[str], None]) -> None:
         """Start the thread. It calls ``note`` with text for the user."""
         super().__init__(name=name, daemon=True)
-        self.place, self.refusal, self.is_tried, self.is_unsent = "", "", threading.Event(), False
+        self.place, self.remedy, self.refusal = "", "", ""
+        self.is_tried, self.is_unsent = threading.Event(), False
         self._settings, self._note = settings, note
         self._run_dir = RunDir(Path(settings["directory"]))
         self._taken, self._refused, self._last_step = set[str](), set[str](), -1
@@ -163,7 +164,7 @@ class Feed(threading.Thread):
                 factory = sink_factory(self.name)
                 began = time.monotonic()
                 sink = factory(self._settings)
-                self.place = sink.place
+                self.place, self.remedy = sink.place, sink.remedy
                 return sink
             except Exception as error:  # of the sink or of the network
                 is_away = _is_of_network(error) or time.monotonic() - began >= 0.9 * SERVER_S

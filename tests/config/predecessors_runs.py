@@ -31,8 +31,8 @@ GATHERS = "learner/engine/test_fsdp_engine.py::test_resharding_says_how_often_pa
 TURNS = "generator/test_environment_rollouts.py::"
 GPU = "benchmarks/test_gpu_smoke.py::test_a_case_passes_on_this_machine"
 WANDB = (
-    "run/test_metrics.py::test_wandb_gets_the_mode_the_project_and_every_row",
-    "end_to_end/test_wandb.py::test_every_row_arrives_without_a_key_a_prompt_or_a_network",
+    "extensions/ops/sinks/test_loggers.py::test_wandb_gets_the_mode_the_project_and_every_row",
+    "extensions/ops/sinks/test_wandb_run.py::test_every_row_arrives_without_a_key_a_prompt_or_a_network",
 )
 RANKS = "end_to_end/test_roles.py::test_two_ranks_train_while_generators_die_and_join"
 RESUMED = "end_to_end/test_launch_run.py::test_nothing_is_left_when_launch_is_killed_and_the_same_command_goes_on"

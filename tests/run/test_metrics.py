@@ -12,10 +12,8 @@ import pytest
 
 from async_rl.config.config import Config
 from async_rl.config.loading import parse_config
-from async_rl.errors import ConfigError
 from async_rl.run.metric_table import markdown
 from async_rl.run.metrics import MetricsWriter
-from async_rl.run.sinks import Wandb, check_sinks
 from async_rl.run.step_log import read_rows
 from tests.run.metric_keys import undeclared
 
@@ -86,68 +84,12 @@ def test_an_evaluation_that_is_asked_for_anew_is_moved_aside_too(tmp_path: Path)
     assert len(read_rows(tmp_path / "metrics.jsonl")) == 2
 
 
-def test_wandb_online_without_a_key_is_refused_instead_of_asking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    with pytest.raises(ConfigError, match="WANDB_API_KEY"):
-        check_sinks(a_config(tmp_path, to=["wandb"]))
-
-
-def test_wandb_online_finds_its_key_in_the_environment_or_in_netrc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    config = a_config(tmp_path, to=["wandb"])
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
-    check_sinks(config)
-    monkeypatch.delenv("WANDB_API_KEY")
-    netrc = tmp_path / "netrc"
-    netrc.write_text("machine wandb.example login user password secret\n")
-    netrc.chmod(0o600)
-    with pytest.raises(ConfigError):
-        check_sinks(config)
-    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example:8080/api")
-    check_sinks(config)
-
-
 def test_wandb_is_not_imported_when_it_is_off(tmp_path: Path):
     code = (
         "import sys; from tests.run.test_metrics import a_writer; from pathlib import Path;"
         f"a_writer(Path({str(tmp_path)!r})).write({{'step': 1}}); sys.exit('wandb' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
-
-
-def test_wandb_gets_the_mode_the_project_and_every_row(monkeypatch: pytest.MonkeyPatch):
-    import wandb
-
-    asked: dict[str, Any] = {}
-    logged: list[Any] = []
-
-    class Service:
-        dir = "/there/run-1/files"
-
-        def define_metric(self, name: str, step_metric: str) -> None: ...
-
-        def log(self, row: dict[str, Any]) -> None:
-            logged.append(row)
-
-        def finish(self, exit_code: int) -> None:
-            logged.append(exit_code)
-
-    def init(**settings: Any) -> Service:
-        asked.update(settings)
-        return Service()
-
-    monkeypatch.setattr(wandb, "init", init)
-    monkeypatch.setattr(wandb, "teardown", lambda: logged.append("torn down"))
-    settings: Any = {
-        "project": "async-rl", "name": "mine", "id": "1", "directory": "/there", "mode": "online", "config": {},
-        "limit_s": 20.0, "finish_s": 10.0, "stats_pid": 1,
-    }  # fmt: skip
-    sink = Wandb(settings)
-    sink.write({"step": 1, "reward/mean": 0.5})
-    sink.finish(is_failed=True)
-    assert (asked["mode"], asked["project"], sink.place) == ("online", "async-rl", "/there/run-1")
-    assert logged == [{"step": 1, "reward/mean": 0.5}, 1, "torn down"]
 
 
 def test_every_metric_that_the_source_writes_is_declared():

@@ -8,8 +8,8 @@ import pytest
 
 from tests.end_to_end.harness import metrics, roles, write_config
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
+from tests.extensions.ops.sinks.wandb_server import wandb_server
 from tests.run.read_loggers import history
-from tests.run.wandb_server import wandb_server
 
 
 @pytest.mark.slow

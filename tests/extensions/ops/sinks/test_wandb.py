@@ -15,10 +15,10 @@ from async_rl.run import feeds
 from async_rl.run.directory import RunDir
 from async_rl.run.follower import followed
 from async_rl.run.lock import acquire
+from tests.extensions.ops.sinks.wandb_server import closed_url, wandb_server
 from tests.run.read_loggers import history
-from tests.run.test_loggers import started, write_rows
+from tests.run.test_feeds import started, write_rows
 from tests.run.test_metrics import a_config
-from tests.run.wandb_server import closed_url, wandb_server
 
 pytestmark = pytest.mark.slow  # each test starts wandb once or twice, which takes seconds
 

@@ -1,0 +1,244 @@
+"""The tools of ``log.to``: each has the run's rows, also after a resume, and none hurts the run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from async_rl.config.loading import config_to_toml
+from async_rl.errors import ConfigError
+from async_rl.run.directory import RunDir
+from async_rl.run.eval_records import write_json_lines
+from async_rl.run.follower import followed
+from async_rl.run.lock import acquire
+from async_rl.run.metrics import MetricsWriter
+from async_rl.run.sinks import check_sinks
+from tests.extensions.ops.sinks.wandb_server import closed_url
+from tests.run.read_loggers import Rows, mlflow_rows, tensorboard_rows, trackio_rows, wandb_rows
+from tests.run.test_feeds import a_line, started, write_rows
+from tests.run.test_metrics import a_config
+
+
+@pytest.fixture(autouse=True)
+def _places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    for variable in ("WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "TRACKIO_DIR"):
+        monkeypatch.setenv(variable, str(tmp_path))
+
+
+def write_run(directory: Path, *to: str, **log: Any) -> None:
+    """Six steps with an evaluation of an earlier step; then a rollback to step 4, and steps 5 to 8."""
+    notes: list[str] = []
+    for rewind, steps in ((-1, range(1, 7)), (4, range(5, 9))):
+        sinks = started(directory, notes, *to, **log)
+        writer = MetricsWriter(directory, a_config(directory))
+        writer.rewind_to(rewind)
+        for step in steps:
+            writer.write({"step": step, "reward/mean": step + rewind / 8, "bad": float("nan"), "count": step})
+            if step == 5:
+                lines = [a_line(step, length=8 + rewind)] * 40
+                write_json_lines(directory / "rollouts" / f"step-{step:06d}.jsonl", lines)
+        writer.write({"step": steps[0], "eval/odd@name/accuracy": 0.25})
+        writer.close()
+        assert sinks.finish(is_failed=False)
+    assert notes == []
+
+
+def check_rows(found: Rows, *, odd: str = "odd@name") -> None:
+    """The rows as ``write_run`` writes them, the newer of two rows of a step."""
+    for step in range(1, 9):
+        # (step - 1 / 8) in the first start, (step + 4 / 8) in the second
+        assert found[step]["reward/mean"] == (step - 0.125 if step <= 4 else step + 0.5), step
+        assert found[step]["count"] == step
+        assert "bad" not in found[step]
+        assert found[step].get(f"eval/{odd}/accuracy") == (0.25 if step in (1, 5) else None)
+    assert {step for step, row in found.items() if "count" in row} == set(range(1, 9))
+
+
+def test_tensorboard_has_the_rows_of_a_run_that_was_resumed(tmp_path: Path):
+    write_run(tmp_path, "tensorboard")
+    found = tensorboard_rows(tmp_path)
+    check_rows(found)
+    table = found[5]["rollouts"]
+    assert len(table) == (1 + 32) * 8  # a header and 32 rows, of 8 cells
+    assert table[8:16] == ["5", "7", "user: 5+1=", "x" * 12, "0.5", "1.0", "12", "stop"]  # 8 + 4
+    assert '"path": "tiny"' in found[0]["config"][0]
+
+
+@pytest.mark.slow
+def test_wandb_has_the_rows_of_a_run_that_was_resumed(tmp_path: Path):
+    write_run(tmp_path, "wandb", wandb_mode="offline")
+    found, ids = wandb_rows(tmp_path)
+    check_rows(found)
+    assert ids == {(tmp_path / "logger_id").read_text()}
+    assert (found[5]["rollouts._type"], found[5]["rollouts.nrows"]) == ("table-file", 32)
+
+
+@pytest.mark.slow
+def test_trackio_has_the_rows_of_a_run_that_was_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    storage = pytest.importorskip("trackio.sqlite_storage", reason="make test-loggers installs Trackio")
+    monkeypatch.setattr(storage, "TRACKIO_DIR", tmp_path)
+    write_run(tmp_path, "trackio")
+    found, names = trackio_rows()
+    check_rows(found)
+    assert names == {f"{tmp_path.name}-{(tmp_path / 'logger_id').read_text()[:6]}"}
+    assert len(found[5]["rollouts"]["_value"]) == 32
+
+
+@pytest.mark.slow
+def test_mlflow_has_the_rows_of_a_run_that_was_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    mlflow = pytest.importorskip("mlflow", reason="make test-loggers installs MLflow")
+    write_run(tmp_path, "mlflow")
+    uri = f"sqlite:///{tmp_path}/mlflow/mlflow.db"
+    found, run = mlflow_rows(uri)
+    check_rows(found, odd="odd_name")
+    assert (run.info.status, run.info.run_name) == ("FINISHED", tmp_path.name)
+    assert run.data.params["model.path"] == "tiny"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    table = mlflow.MlflowClient(uri).load_table(run.info.experiment_id, "rollouts/step-000005.json")
+    assert set(table["row"]) == {7}
+
+
+@contextmanager
+def mlflow_server(directory: Path) -> Iterator[tuple[str, psutil.Process]]:
+    """``mlflow server`` on a free port of this machine. Yields its address and its process."""
+    url = closed_url()
+    command = [sys.executable, "-m", "mlflow", "server", "--port", url.rpartition(":")[2], "--workers", "1"]
+    command += ["--backend-store-uri", f"sqlite:///{directory}/server.db", "--artifacts-destination", str(directory)]
+    with (directory / "server.log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=directory, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 120
+        while True:
+            try:
+                with urllib.request.urlopen(f"{url}/health", timeout=5):
+                    break
+            except OSError:
+                assert time.monotonic() < deadline, (directory / "server.log").read_text()
+                assert process.poll() is None, (directory / "server.log").read_text()
+                time.sleep(0.2)
+        yield url, psutil.Process(process.pid)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@pytest.mark.slow
+def test_an_mlflow_server_gets_the_rows_and_may_die(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("mlflow", reason="make test-loggers installs MLflow")
+    (tmp_path / "run").mkdir()
+    notes: list[str] = []
+    with mlflow_server(tmp_path) as (url, _):
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", url)
+        write_run(tmp_path / "run", "mlflow")
+        found, run = mlflow_rows(url)
+        check_rows(found, odd="odd_name")
+        assert run.info.status == "FINISHED"
+        sinks = started(tmp_path / "run", notes, "mlflow")
+        assert notes == []
+    write_rows(tmp_path / "run", 9, 10, 11)
+    assert not sinks.finish(is_failed=False)
+    assert notes[0].startswith("mlflow fails: ")
+    assert notes[-1].startswith(
+        "3 rows are missing in mlflow (steps 9 to 11); metrics.jsonl has all rows, and async-rl"
+    )
+
+
+def test_a_sink_that_can_not_start_ends_only_a_run_that_has_not_begun(tmp_path: Path):
+    (tmp_path / "tensorboard").write_text("not a folder")
+    config, notes = a_config(tmp_path, to=["tensorboard"]), list[str]()
+    (tmp_path / "config.toml").write_text(config_to_toml(config))
+    error = pytest.raises(ConfigError, match=r'log\.to: tensorboard did not start: .*take "tensorboard" out of log.to')
+    with closing(acquire(RunDir(tmp_path), "launch")) as lock:
+        with error, followed(config, RunDir(tmp_path), lock, notes.append):
+            raise AssertionError("the run began")
+        assert notes == []
+        write_rows(tmp_path, 1)
+        with followed(config, RunDir(tmp_path), lock, notes.append):
+            write_rows(tmp_path, 2)
+    note, missing = notes
+    assert note.startswith("tensorboard did not start: ")
+    assert "goes on without it" in note
+    assert missing.startswith("2 rows are missing in tensorboard (steps 1 to 2); ")
+    assert (tmp_path / "notes.log").read_text().splitlines() == notes
+
+
+def test_a_missing_package_is_refused_with_the_command_that_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "mlflow").mkdir()  # a folder that hides nothing
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'async-rl\[mlflow\]'"):
+        check_sinks(a_config(tmp_path, to=["mlflow"]))
+    check_sinks(a_config(tmp_path, to=[]))
+
+
+def test_wandb_online_without_a_key_is_refused_instead_of_asking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    with pytest.raises(ConfigError, match="WANDB_API_KEY"):
+        check_sinks(a_config(tmp_path, to=["wandb"]))
+
+
+def test_wandb_online_finds_its_key_in_the_environment_or_in_netrc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config = a_config(tmp_path, to=["wandb"])
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+    check_sinks(config)
+    monkeypatch.delenv("WANDB_API_KEY")
+    netrc = tmp_path / "netrc"
+    netrc.write_text("machine wandb.example login user password secret\n")
+    netrc.chmod(0o600)
+    with pytest.raises(ConfigError):
+        check_sinks(config)
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example:8080/api")
+    check_sinks(config)
+
+
+def test_wandb_gets_the_mode_the_project_and_every_row(monkeypatch: pytest.MonkeyPatch):
+    import wandb
+
+    from async_rl.extensions.ops.sinks.wandb_sink import Wandb
+
+    asked: dict[str, Any] = {}
+    logged: list[Any] = []
+
+    class Service:
+        dir = "/there/run-1/files"
+
+        def define_metric(self, name: str, step_metric: str) -> None: ...
+
+        def log(self, row: dict[str, Any]) -> None:
+            logged.append(row)
+
+        def finish(self, exit_code: int) -> None:
+            logged.append(exit_code)
+
+    def init(**settings: Any) -> Service:
+        asked.update(settings)
+        return Service()
+
+    monkeypatch.setattr(wandb, "init", init)
+    monkeypatch.setattr(wandb, "teardown", lambda: logged.append("torn down"))
+    settings: Any = {
+        "project": "async-rl", "name": "mine", "id": "1", "directory": "/there", "mode": "online", "config": {},
+        "limit_s": 20.0, "finish_s": 10.0, "stats_pid": 1,
+    }  # fmt: skip
+    sink = Wandb(settings)
+    sink.write({"step": 1, "reward/mean": 0.5})
+    sink.finish(is_failed=True)
+    assert (asked["mode"], asked["project"], sink.place) == ("online", "async-rl", "/there/run-1")
+    assert logged == [{"step": 1, "reward/mean": 0.5}, 1, "torn down"]
