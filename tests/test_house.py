@@ -24,7 +24,7 @@ SEPARATE = {("generator", "learner"), ("learner", "generator")}
 HEAVY = ("torch", "transformers")
 LIGHT = (
     "registry", "extensions", "extensions.insight", "extensions.ops.commands", "extensions.ops.slurm",
-    "extensions.ops.sinks.check",
+    "extensions.ops.sinks.check", "extensions.ops.mirror",
     "errors", "attention_limits", "sampling_mask", "routes", "records", "config", "net", "process", "sandbox", "run",
     "rewards", "environments", "data", "scoring", "queue", "launch", "cli", "api", "quickstart",
     "checks.doctor", "checks.table", "evaluation.table", "learner.memory_plan",

@@ -23,7 +23,7 @@ from async_rl.config.extension import check_extension_settings
 from async_rl.config.loading import parse_config
 from async_rl.data.untrained_rows import untrained_end
 from async_rl.errors import RunError, UserError
-from async_rl.learner.mirror.fetch import check_mirror
+from async_rl.learner.checkpoints.mirror import mirror_of
 from async_rl.queue.core.prompts import PromptStream
 from async_rl.run.directory import check_writable
 from async_rl.run.reuse import check_run_dir, has_ended
@@ -46,6 +46,11 @@ def _check_address(start: Start) -> Iterable[Finding]:
     if addresses.serves_here(start.config):
         addresses.check_reachable(start.config.queue, insecure=start.insecure)
     return ()
+
+
+def _mirror(start: Start) -> Iterable[Finding]:
+    mirror = mirror_of(start.config)
+    return () if mirror is None else warnings("checkpoint.mirror", mirror.check(start.config))
 
 
 def _offline_rows(start: Start) -> Iterable[Finding]:
@@ -76,7 +81,7 @@ CHECKS: tuple[Check, ...] = (
     Check("interface", "doctor", ("launch", "generator"),
           lambda s: addresses.check_interfaces(s.config, s.connect)),
     Check("log.to", "machine", _TRAINERS, lambda s: check_sinks(s.config)),
-    Check("checkpoint.mirror", "machine", _LEARNERS, lambda s: warnings("checkpoint.mirror", check_mirror(s.config))),
+    Check("checkpoint.mirror", "machine", _LEARNERS, _mirror),
     Check("devices", "machine", _ALL, lambda s: machine.check_devices(s.config, *s.devices_of)),
     Check("all devices", "doctor", _ALL, machine.find_devices, needs=("devices",)),
     Check("learner.offload", "machine", _TRAINERS,

@@ -207,11 +207,12 @@ def learner(
         check_place(resolved, config, overrides or [])
         if not is_launched and _is_first_rank():
             from async_rl.checks.table import check_learner
-            from async_rl.learner.mirror.fetch import bring_back
+            from async_rl.learner.checkpoints.mirror import mirror_of
 
             log = logging.getLogger(__name__)
-            for line in bring_back(resolved, fresh=fresh, is_fork=source is not None, show=log.info):
-                log.info("%s", line)
+            if (mirror := mirror_of(resolved)) is not None:
+                for line in mirror.bring_back(resolved, fresh=fresh, is_fork=source is not None, show=log.info):
+                    log.info("%s", line)
             check_learner(resolved, fresh=fresh, insecure=insecure)
         logging.getLogger(__name__).info("loading PyTorch")
         quiet_progress_bars()

@@ -5,6 +5,7 @@ An extension gives the core things of a few kinds, each under a name, as an inst
 * ``async_rl.commands``: a ``typer.Typer`` with one subcommand of ``async-rl``;
 * ``async_rl.pages``: what writes a page about runs, as ``async_rl.Run.report`` does (``api/run.py``);
 * ``async_rl.sinks``: what opens a sink of ``log.to``; ``async_rl.sink_checks``: whether it can be opened;
+* ``async_rl.mirrors``: a class that copies runs to ``checkpoint.mirror``, and brings them back from there;
 * ``async_rl.rewards`` and ``async_rl.environments``: a name for ``reward.type`` or ``environment.type``.
 
 ``OFFERS`` is to this package what ``[project.entry-points]`` is to another; a checkout that is not installed has none.
@@ -27,6 +28,7 @@ OFFERS: Mapping[str, Mapping[str, str]] = {
         "trackio": "async_rl.extensions.ops.sinks.trackio_sink:Trackio",
         "mlflow": "async_rl.extensions.ops.sinks.mlflow_sink:Mlflow",
     },
+    "async_rl.mirrors": {"fsspec": "async_rl.extensions.ops.mirror.passes:StoreMirror"},
     "async_rl.sink_checks": dict.fromkeys(
         ("wandb", "tensorboard", "trackio", "mlflow"), "async_rl.extensions.ops.sinks.check:check"
     ),

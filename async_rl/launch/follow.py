@@ -14,7 +14,7 @@ from typing import Any
 
 from async_rl.config.loading import load_run_config
 from async_rl.errors import ConfigError, RunError
-from async_rl.learner.mirror.passes import Mirror
+from async_rl.learner.checkpoints.mirror import mirror_of
 from async_rl.run.curve import CurveUpdater
 from async_rl.run.directory import RunDir, write_atomically
 from async_rl.run.feeds import LOOK_S, Sinks
@@ -61,7 +61,8 @@ def follow(
         raise
     write_atomically(run_dir.follow / "start", "")
     curve = CurveUpdater(run_dir, lock, note) if is_run else None
-    mirror = Mirror(run_dir, config.checkpoint, say) if is_run and config.checkpoint.mirror is not None else None
+    mirror_class = mirror_of(config) if is_run else None
+    mirror = None if mirror_class is None else mirror_class(run_dir, config.checkpoint, say)
     try:
         while (is_failed := _has_failed(run_dir, lock, is_attached=is_attached)) is None:
             time.sleep(LOOK_S)

@@ -32,8 +32,7 @@ from async_rl.launch.memory_deaths import MemoryDeaths
 from async_rl.launch.planned_steps import planned_steps, schedule_note
 from async_rl.launch.summary import next_lines, summary
 from async_rl.launch.supervisor import Command, Outcome, Supervisor, Timing
-from async_rl.learner.mirror.fetch import bring_back
-from async_rl.learner.mirror.passes import is_complete
+from async_rl.learner.checkpoints.mirror import is_complete, mirror_of
 from async_rl.net.address import check_address
 from async_rl.net.keys import CLIENT_FILE, SECRET_VARIABLE, client_keys_of
 from async_rl.output import Progress, can_redraw, in_notebook, new_console, print_json, prints_to_stderr
@@ -87,7 +86,8 @@ def launch(
     console = new_console()
     check_run_dir(config, fresh=fresh)
     with Progress(quiet=quiet) as progress:
-        fetched = bring_back(config, fresh=fresh, is_fork=source is not None, show=progress.show)
+        is_fork, mirror = source is not None, mirror_of(config)
+        fetched = mirror.bring_back(config, fresh=fresh, is_fork=is_fork, show=progress.show) if mirror else []
     for line in fetched:
         _print_line(console, line)
     run_dir = check_run_dir(config, fresh=fresh)

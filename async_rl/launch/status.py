@@ -17,7 +17,7 @@ from rich.table import Table
 
 from async_rl.config.loading import load_run_config
 from async_rl.errors import AddressError, QueueError, RunError
-from async_rl.learner.mirror.passes import mirror_line
+from async_rl.learner.checkpoints.mirror import mirror_line
 from async_rl.net.keys import ClientKeys, client_keys_of
 from async_rl.output import size_text
 from async_rl.process.child import is_alive

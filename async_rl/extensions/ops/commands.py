@@ -92,11 +92,7 @@ def slurm(
     scripts = jobs.write_scripts(resolved, words, options)
     if submit:
         _submit(scripts)
-    else:
-        _show(scripts)
-
-
-def _show(scripts: Scripts) -> None:
+        return
     for path in scripts.paths:
         typer.echo(visible(f"# {path}\n{path.read_text(encoding='utf-8')}"))
     typer.echo(visible(f"# to submit:\n{scripts.commands}"))

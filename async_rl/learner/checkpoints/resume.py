@@ -19,7 +19,9 @@ from pathlib import Path
 from async_rl.errors import LineageError, RunError
 from async_rl.learner.checkpoints.digests import find_damage
 from async_rl.learner.checkpoints.files import checkpoint_step, checkpoints_of, latest_path, read_latest
+from async_rl.learner.checkpoints.mirror import mirror_line
 from async_rl.learner.checkpoints.writer import commit_latest, remove_leftovers
+from async_rl.run.directory import RunDir
 
 logger = logging.getLogger(__name__)
 
@@ -39,13 +41,11 @@ class ResumePoint:
     damaged: tuple[Path, ...] = ()
 
 
-def find_resume_point(run_dir: Path, *, mirror: str = "") -> ResumePoint:
+def find_resume_point(run_dir: Path) -> ResumePoint:
     """Find the newest checkpoint of a run that is not damaged. Its files are read completely.
 
-    ``mirror`` says what a mirror of the run has, for the error.
-
     Raises:
-        RunError: there are checkpoints, or ``latest`` says so, but all are damaged.
+        RunError: there are checkpoints, or ``latest`` says so, but all are damaged. It names the mirror of the run.
     """
     while True:
         latest = read_latest(run_dir)
@@ -56,6 +56,7 @@ def find_resume_point(run_dir: Path, *, mirror: str = "") -> ResumePoint:
     for cause in causes:
         logger.warning("%s", cause)
     if causes and point.checkpoint is None:
+        mirror = mirror_line(RunDir(run_dir))
         raise RunError(
             f"no checkpoint of {run_dir} is whole: {'; '.join(causes)}. "
             f"{f'The mirror {mirror}; to go on from there, name an empty run.dir. ' if mirror else ''}"

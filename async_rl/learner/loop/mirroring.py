@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from async_rl.learner.checkpoints.mirror import behind_steps, read_status
 from async_rl.learner.loop.parts import StepPart
 from async_rl.learner.loop.step_result import StepResult
-from async_rl.learner.mirror.manifest import behind_steps, read_status
 from async_rl.run.directory import RunDir
 
 

@@ -42,7 +42,6 @@ from async_rl.learner.loop.replay import RecordedRun, ReplayQueue, ReplayWeights
 from async_rl.learner.loop.reward_audit import build_reward_audit
 from async_rl.learner.loop.rollout_records import RolloutRecords
 from async_rl.learner.loop.trainer import Trainer
-from async_rl.learner.mirror.passes import mirror_line
 from async_rl.learner.ranks import Ranks, compute_dtype, init_ranks
 from async_rl.learner.sampling import MakeSampler, RankSampler, SamplingEngine
 from async_rl.net.address import host_towards, is_loopback
@@ -236,7 +235,7 @@ def _base_file(config: Config, engine: FsdpEngine) -> dict[str, bytes]:
 def train_with(config: Config, engine: Engine, context: LearnerContext) -> list[dict[str, Any]]:
     """Train with ``engine`` until the run ends. Return the rows of ``metrics.jsonl``."""
     run_dir = prepare_run_dir(config)
-    point = find_resume_point(run_dir.path, mirror=mirror_line(run_dir))
+    point = find_resume_point(run_dir.path)
     restored = _restore(engine, point.checkpoint, config)
     state = restored.state
     connected, written = ExitStack(), ExitStack()

@@ -1,7 +1,7 @@
-"""Mirrors a run, a pass of ``Copier`` after the other, and what others see of it. ``async-rl follow`` calls it.
+"""Mirrors a run, a pass of ``Copier`` after the other, while ``async-rl follow`` goes.
 
-While the store fails it tries again with growing pauses, and says so in ``notes.log`` and ``mirror.json``. If the
-mirror is not this run's, it ends with ``REFUSED``.
+If the store fails it tries again with growing pauses, and says so in ``notes.log`` and ``mirror.json``. If the mirror
+is not this run's, it ends.
 """
 
 from __future__ import annotations
@@ -10,33 +10,30 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
-from async_rl.config.config import Config
 from async_rl.config.run import CheckpointConfig
 from async_rl.errors import LineageError, RunError, StoreError
-from async_rl.learner.mirror.copier import FILES_EVERY_S, Copier
-from async_rl.learner.mirror.manifest import behind_steps, read_status, sign_of_life, update_status
-from async_rl.learner.mirror.store import Store
+from async_rl.extensions.ops.mirror.copier import Copier
+from async_rl.extensions.ops.mirror.fetch import bring_back, check_mirror
+from async_rl.extensions.ops.mirror.manifest import update_status
+from async_rl.extensions.ops.mirror.store import Store
+from async_rl.learner.checkpoints.mirror import Mirror, mirror_line, read_status, sign_of_life
 from async_rl.run.directory import RunDir
 from async_rl.run.notes import tell
 from async_rl.run.progress import duration
 
 logger = logging.getLogger(__name__)
 
-REFUSED = 3
 _LOOK_S, _MAX_PAUSE_S = 1.0, 60.0
 _HANGS_S = 300.0
 """Without a sign of life for so many seconds, the mirror counts as hanging."""
 
 
-def mirror_run(
-    run_dir: RunDir, config: CheckpointConfig, finish: threading.Event, *, files_every_s: float = FILES_EVERY_S
-) -> int:
-    """Mirror a run until ``finish`` is set and everything is copied. Return 0 or ``REFUSED``."""
+def mirror_run(run_dir: RunDir, config: CheckpointConfig, finish: threading.Event) -> bool:
+    """Mirror a run until ``finish`` is set. Return whether everything is copied; else the mirror can't have it."""
     assert config.mirror is not None
     store, has_begun, failing_since, pause_s, told = Store(config.mirror), False, 0.0, _LOOK_S, ""
-    copier = Copier(run_dir, store, config, files_every_s=files_every_s)
+    copier = Copier(run_dir, store, config)
     update_status(run_dir.path, is_complete=False)
     while True:
         is_last, error = finish.is_set(), ""
@@ -51,13 +48,13 @@ def mirror_run(
             if is_last and (has_all or told):
                 _note(run_dir, copier, told)
                 update_status(run_dir.path, is_complete=has_all)
-                return 0 if has_all else REFUSED
+                return has_all
         except FileNotFoundError:
             pass  # a file was moved aside; the next pass sees where
         except (RunError, LineageError) as refusal:
             _note(run_dir, copier, str(refusal))
             tell(run_dir, str(refusal))
-            return REFUSED
+            return False
         except (StoreError, OSError) as failure:
             error, pause_s = str(failure), min(2 * pause_s, _MAX_PAUSE_S)
             logger.warning("%s", error)
@@ -81,36 +78,19 @@ def _note(run_dir: RunDir, copier: Copier, error: str) -> None:
     update_status(run_dir.path, latest=latest, num_kept=copier.num_kept, error=error)
 
 
-def mirror_line(run_dir: RunDir) -> str:
-    """Return how far the mirror of a run is, in words; empty if it has none."""
-    status = read_status(run_dir.path)
-    if not status.url:
-        return ""
-    line = f"{status.url} has {status.latest or 'no checkpoint'}"
-    if behind := behind_steps(run_dir, status):
-        silent_s = max(0.0, time.time() - sign_of_life(run_dir.path).stat().st_mtime)
-        line += f", {behind} steps behind, {duration(silent_s)} after its last sign of life"
-    line += f", and keeps {status.num_kept} that the run lost (checkpoint.mirror_may_lose)" if status.num_kept else ""
-    return f"{line}; {status.error}" if status.error else line
+class StoreMirror(Mirror):
+    """A thread that makes passes."""
 
-
-def is_complete(config: Config) -> bool:
-    """Return whether a run that has ended has no mirror, or one with everything."""
-    return config.checkpoint.mirror is None or read_status(Path(config.run.dir)).is_complete
-
-
-class Mirror:
-    """A thread that mirrors a run whose directory this process has locked. ``say`` shows the user a line."""
+    check, bring_back = staticmethod(check_mirror), staticmethod(bring_back)
 
     def __init__(self, run_dir: RunDir, config: CheckpointConfig, say: Callable[[str], None]) -> None:
         self._run_dir, self._config, self._say = run_dir, config, say
-        self._finish, self._code = threading.Event(), -1
+        self._finish, self._has_all = threading.Event(), False
         self._seen, self._since = -1, 0.0
         self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
         self._thread.start()
 
     def look(self) -> None:
-        """Tell the user once if there is no sign of life for a while. Call this every second."""
         path = sign_of_life(self._run_dir.path)
         if self._seen != (now := path.stat().st_mtime_ns if path.exists() else 0):
             self._seen, self._since = now, time.monotonic()
@@ -119,7 +99,6 @@ class Mirror:
             self._since = float("inf")  # say it once
 
     def finish(self) -> bool:
-        """Copy what is left, for at most ``checkpoint.mirror_wait_s``. Return whether everything is copied."""
         self._finish.set()
         wait_s = self._config.mirror_wait_s
         if self._thread.is_alive():
@@ -128,10 +107,10 @@ class Mirror:
         try:
             self._thread.join(wait_s)
         finally:  # Ctrl-C too
-            lacks = "mirror: " if self._code == 0 else "warning: not everything is mirrored: "
+            lacks = "mirror: " if self._has_all else "warning: not everything is mirrored: "
             remedy = "; the same command copies the rest" if self._thread.is_alive() else ""
             self._say(f"{lacks}{mirror_line(self._run_dir)}{remedy}")
-        return self._code == 0
+        return self._has_all
 
     def _run(self) -> None:
-        self._code = mirror_run(self._run_dir, self._config, self._finish)
+        self._has_all = mirror_run(self._run_dir, self._config, self._finish)

@@ -17,8 +17,8 @@ import fsspec
 import fsspec.config
 import pytest
 
-from async_rl.learner.mirror.manifest import newest_manifest
-from async_rl.learner.mirror.store import Store
+from async_rl.extensions.ops.mirror.manifest import newest_manifest
+from async_rl.extensions.ops.mirror.store import Store
 from async_rl.run.directory import RunDir
 from tests.end_to_end.faults_harness import Gates, fault_config, kill_all, trained_rows
 from tests.end_to_end.harness import Role, check_ledger, metrics, roles, steps, wait_until

@@ -10,13 +10,13 @@ import pytest
 import xxhash
 
 from async_rl.errors import StoreError, UserError
-from async_rl.learner.mirror.fetch import bring_back
-from async_rl.learner.mirror.manifest import newest_manifest, read_status
-from async_rl.learner.mirror.passes import mirror_line
-from async_rl.learner.mirror.store import Store
+from async_rl.extensions.ops.mirror.fetch import bring_back
+from async_rl.extensions.ops.mirror.manifest import newest_manifest
+from async_rl.extensions.ops.mirror.store import Store
+from async_rl.learner.checkpoints.mirror import mirror_line, read_status
 from async_rl.run.directory import RunDir
 from async_rl.run.reuse import check_run_dir
-from tests.learner.mirror.runs import URL, begun, config_of, ignore, make_run, manifest_at, save
+from tests.extensions.ops.mirror.runs import URL, begun, config_of, ignore, make_run, manifest_at, save
 
 WHOLE: dict[str, Any] = {
     "number": 7, "run_id": "run-a", "directory": "d", "host": "h", "pid": 1, "process": "p", "has_ended": True,

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from async_rl.learner.mirror.fetch import bring_back
-from async_rl.learner.mirror.manifest import checkpoints_in, read_status, update_status
-from async_rl.learner.mirror.passes import mirror_line
-from async_rl.learner.mirror.rules import folder_of
-from async_rl.learner.mirror.store import Store
+from async_rl.extensions.ops.mirror.fetch import bring_back
+from async_rl.extensions.ops.mirror.manifest import checkpoints_in, update_status
+from async_rl.extensions.ops.mirror.rules import folder_of
+from async_rl.extensions.ops.mirror.store import Store
+from async_rl.learner.checkpoints.mirror import mirror_line, read_status
 from async_rl.run.directory import RunDir
-from tests.learner.mirror.runs import (
+from tests.extensions.ops.mirror.runs import (
     URL,
     Killed,
     begun,

@@ -17,14 +17,14 @@ from fsspec.implementations.memory import MemoryFileSystem
 from msgspec.structs import replace
 
 from async_rl.errors import UserError
-from async_rl.learner.mirror import fetch as fetching
-from async_rl.learner.mirror.fetch import SILENT_S, bring_back
-from async_rl.learner.mirror.manifest import update_status
-from async_rl.learner.mirror.passes import is_complete
-from async_rl.learner.mirror.store import Store
+from async_rl.extensions.ops.mirror import fetch as fetching
+from async_rl.extensions.ops.mirror.fetch import SILENT_S, bring_back
+from async_rl.extensions.ops.mirror.manifest import update_status
+from async_rl.extensions.ops.mirror.store import Store
+from async_rl.learner.checkpoints.mirror import is_complete
 from async_rl.run.directory import RunDir
 from async_rl.run.reuse import check_run_dir
-from tests.learner.mirror.runs import (
+from tests.extensions.ops.mirror.runs import (
     URL,
     Clock,
     Killed,

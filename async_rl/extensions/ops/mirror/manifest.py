@@ -1,4 +1,4 @@
-"""What a mirror has: its newest manifest says so. And ``mirror.json``, what a run directory knows of its mirror.
+"""What a mirror has: its newest manifest says so. And how ``mirror.json`` is written, what its run knows of it.
 
 ::
 
@@ -23,8 +23,8 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from async_rl.errors import StoreError
-from async_rl.learner.mirror.rules import step_of
-from async_rl.learner.mirror.store import Store
+from async_rl.extensions.ops.mirror.store import Store
+from async_rl.learner.checkpoints.mirror import read_status, sign_of_life, step_of
 from async_rl.run.directory import RunDir, write_atomically
 
 FILES = (
@@ -148,43 +148,6 @@ def look_for(files: Mapping[str, Stored], store: Store) -> tuple[set[str], dict[
     return there, {path: stored for path, stored in files.items() if (checkpoint_in(path) or path) not in lost}
 
 
-class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of ``mirror.json`` of a run directory.
-
-    Attributes:
-        url: the mirror's; empty if the run has none.
-        directory: an id of the directory, which a copy of it has, too.
-        place: where the directory was when it got this id (``place_of``). A copy is elsewhere.
-        fetched: the manifest from which the run goes on here, after nobody was seen to write.
-        latest: the newest checkpoint that the mirror has.
-        num_kept: checkpoints in the mirror that are no part of the run any more (``rules.py``).
-        error: why the mirror is behind.
-        is_complete: whether the run has ended and the mirror has all.
-    """
-
-    url: str = ""
-    directory: str = ""
-    place: str = ""
-    fetched: str = ""
-    latest: str | None = None
-    num_kept: int = 0
-    error: str = ""
-    is_complete: bool = False
-
-
-def sign_of_life(run_dir: Path) -> Path:
-    """Return the path of ``mirror.json``, whose time the process that copies renews while the store answers."""
-    return run_dir / "mirror.json"
-
-
-def read_status(run_dir: Path) -> Status:
-    """Return the content of ``mirror.json``; an empty status if there is none, or it is damaged."""
-    try:
-        return msgspec.json.decode(sign_of_life(run_dir).read_bytes(), type=Status)
-    except (OSError, ValueError, RecursionError):
-        return Status()
-
-
 def update_status(run_dir: Path, **changes: Any) -> None:
     """Change fields of ``mirror.json``."""
     found = read_status(run_dir)
@@ -198,8 +161,3 @@ def place_of(run_dir: RunDir) -> str:
     """
     found = (run_dir.path / "run_id").stat()
     return f"{found.st_ino}-{found.st_ctime_ns}"
-
-
-def behind_steps(run_dir: RunDir, status: Status) -> int:
-    """Return by how many steps the run's newest checkpoint is newer than that of its mirror."""
-    return max(0, max(0, step_of(run_dir.latest_checkpoint)) - max(0, step_of(status.latest)))

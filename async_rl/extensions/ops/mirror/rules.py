@@ -13,6 +13,7 @@ from typing import NamedTuple
 from async_rl.config.run import CheckpointConfig
 from async_rl.learner.checkpoints.digests import MANIFEST, digest_of
 from async_rl.learner.checkpoints.files import STEP
+from async_rl.learner.checkpoints.mirror import step_of
 from async_rl.run.directory import RunDir
 
 
@@ -29,12 +30,6 @@ class Local(NamedTuple):
     latest: str | None
     folders: Mapping[str, str]
     damaged: frozenset[str]
-
-
-def step_of(name: object) -> int:
-    """Return the step of the checkpoint ``name``, or of a folder; -1 if it is none."""
-    match = STEP.match(str(name))
-    return -1 if match is None else int(match[1])
 
 
 def folder_of(checkpoint: Path) -> str:

@@ -19,19 +19,19 @@ from async_rl.config.config import Config
 from async_rl.config.loading import load_run_config
 from async_rl.config.run import CheckpointConfig
 from async_rl.errors import RunError, StoreError
-from async_rl.learner.checkpoints.digests import digest_of
-from async_rl.learner.checkpoints.files import LATEST
-from async_rl.learner.mirror.manifest import (
+from async_rl.extensions.ops.mirror.manifest import (
     Manifest,
     checkpoints_in,
     look_for,
     newest_manifest,
     place_of,
-    read_status,
     update_status,
 )
-from async_rl.learner.mirror.rules import read_local, step_of
-from async_rl.learner.mirror.store import Store
+from async_rl.extensions.ops.mirror.rules import read_local
+from async_rl.extensions.ops.mirror.store import Store
+from async_rl.learner.checkpoints.digests import digest_of
+from async_rl.learner.checkpoints.files import LATEST
+from async_rl.learner.checkpoints.mirror import read_status, step_of
 from async_rl.output import size_text
 from async_rl.run.directory import RunDir
 from async_rl.run.lock import acquire
@@ -49,9 +49,9 @@ def check_mirror(config: Config) -> str:
 
     Raises StoreError if it has none, and ConfigError if a package is missing.
     """
+    assert config.checkpoint.mirror is not None
     try:
-        if config.checkpoint.mirror is not None:
-            Store(config.checkpoint.mirror).check_writable()
+        Store(config.checkpoint.mirror).check_writable()
     except StoreError as error:
         if not RunDir(Path(config.run.dir)).config.exists():
             raise
@@ -68,8 +68,7 @@ def bring_back(config: Config, *, fresh: bool, is_fork: bool = False, show: Call
         StoreError: the store can't be reached, and ``run.dir`` has no run.
         RunError: the mirror has another run or a continuation of this one, or another process writes to it.
     """
-    if config.checkpoint.mirror is None:
-        return []
+    assert config.checkpoint.mirror is not None
     store, run_dir = Store(config.checkpoint.mirror), RunDir(Path(config.run.dir))
     show(f"looking at {store.url}")
     if run_dir.config.exists() and not fresh:

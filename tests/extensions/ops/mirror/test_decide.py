@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from async_rl.config.run import CheckpointConfig
-from async_rl.learner.mirror.rules import Local, decide, step_of
+from async_rl.extensions.ops.mirror.rules import Local, decide
+from async_rl.learner.checkpoints.mirror import step_of
 
 
 def name(step: int) -> str:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from async_rl.learner.mirror import fetch as fetching
-from tests.learner.mirror.runs import Clock
+from async_rl.extensions.ops.mirror import fetch as fetching
+from tests.extensions.ops.mirror.runs import Clock
 
 
 @pytest.fixture(autouse=True)

@@ -14,18 +14,29 @@ from fsspec.implementations.memory import MemoryFileSystem
 from async_rl.cli.main import main
 from async_rl.config.run import CheckpointConfig
 from async_rl.errors import ConfigError, LineageError, RunError, StoreError
+from async_rl.extensions.ops.mirror import copier as copiers
+from async_rl.extensions.ops.mirror import passes
+from async_rl.extensions.ops.mirror.copier import Copier
+from async_rl.extensions.ops.mirror.fetch import bring_back, check_mine, check_mirror, fetch
+from async_rl.extensions.ops.mirror.manifest import Manifest, Stored, checkpoints_in, newest_manifest, update_status
+from async_rl.extensions.ops.mirror.passes import mirror_run
+from async_rl.extensions.ops.mirror.store import Store, scrubbed
 from async_rl.learner.checkpoints.digests import find_damage
+from async_rl.learner.checkpoints.mirror import is_complete, mirror_line
 from async_rl.learner.checkpoints.resume import find_resume_point
 from async_rl.learner.loop.mirroring import MirrorPart
-from async_rl.learner.mirror import copier as copiers
-from async_rl.learner.mirror import passes
-from async_rl.learner.mirror.copier import Copier
-from async_rl.learner.mirror.fetch import bring_back, check_mine, check_mirror, fetch
-from async_rl.learner.mirror.manifest import Manifest, Stored, checkpoints_in, newest_manifest, update_status
-from async_rl.learner.mirror.passes import REFUSED, is_complete, mirror_line, mirror_run
-from async_rl.learner.mirror.store import Store, scrubbed
 from async_rl.run.directory import RunDir
-from tests.learner.mirror.runs import URL, begun, config_of, contents, ignore, make_run, manifest_at, objects, save
+from tests.extensions.ops.mirror.runs import (
+    URL,
+    begun,
+    config_of,
+    contents,
+    ignore,
+    make_run,
+    manifest_at,
+    objects,
+    save,
+)
 
 
 @pytest.mark.parametrize("protocol", ["memory", "file"])
@@ -286,8 +297,8 @@ def test_the_process_outlives_an_outage_says_so_and_copies_all_before_it_ends(tm
 
     behind: list[str] = []
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", fail_twice)
-    monkeypatch.setattr("async_rl.learner.mirror.passes._LOOK_S", 0.01)
-    assert mirror_run(run, CheckpointConfig(mirror=URL), finish) == 0
+    monkeypatch.setattr("async_rl.extensions.ops.mirror.passes._LOOK_S", 0.01)
+    assert mirror_run(run, CheckpointConfig(mirror=URL), finish)
     assert manifest_at().has_ended
     assert is_complete(config_of(run.path))
     first, last = run.notes.read_text().splitlines()
@@ -318,16 +329,16 @@ def test_a_mirror_that_hangs_is_told_of_once_until_it_answers_again(tmp_path: Pa
     update_status(run.path, url=URL, latest="step-000001")
     clock = itertools.count(step=passes._HANGS_S / 2 + 1)
 
-    def hang(_run: RunDir, _config: CheckpointConfig, finish: threading.Event) -> int:
+    def hang(_run: RunDir, _config: CheckpointConfig, finish: threading.Event) -> bool:
         finish.wait()
         assert ended.wait(20)
-        return REFUSED
+        return False
 
     monkeypatch.setattr(passes, "mirror_run", hang)
     monkeypatch.setattr(passes.time, "monotonic", lambda: float(next(clock)))
     monkeypatch.setattr(passes.time, "time", lambda: 0.0)
     said: list[str] = []
-    mirror = passes.Mirror(run, CheckpointConfig(mirror=URL, mirror_wait_s=0.01), said.append)
+    mirror = passes.StoreMirror(run, CheckpointConfig(mirror=URL, mirror_wait_s=0.01), said.append)
     for error in ("", "it answers, and hangs again"):
         update_status(run.path, error=error)
         for _ in range(5):
@@ -358,7 +369,7 @@ def test_the_end_does_not_wait_for_what_waiting_can_not_mend(tmp_path: Path, wha
         (run.checkpoints / "latest").write_text("step-000002")
         words = "the mirror has step-000004-"
     finish.set()
-    assert mirror_run(run, CheckpointConfig(mirror=URL), finish) == REFUSED
+    assert not mirror_run(run, CheckpointConfig(mirror=URL), finish)
     assert not is_complete(config_of(run.path))
     assert manifest_at().has_ended
     assert run.notes.read_text().startswith(f"the run is not mirrored: {words}")
@@ -373,7 +384,7 @@ def test_a_process_that_was_replaced_says_so_and_ends(tmp_path: Path):
     bring_back(config_of(other.path), fresh=False, show=ignore)
     assert begun(other).sync()
     save(run, 4)
-    assert mirror_run(run, CheckpointConfig(mirror=URL), threading.Event()) == REFUSED
+    assert not mirror_run(run, CheckpointConfig(mirror=URL), threading.Event())
     assert "has continued the run in memory://bucket/run from another directory" in mirror_line(run)
 
 
@@ -384,7 +395,7 @@ def test_a_learner_without_a_whole_checkpoint_is_told_that_the_mirror_has_one(tm
     (run.checkpoints / "step-000002" / "extra.msgpack").write_bytes(b"")
     words = f"The mirror {URL} has step-000002; to go on from there, name an empty run.dir. Put back an undamaged copy"
     with pytest.raises(RunError, match=words):
-        find_resume_point(run.path, mirror=mirror_line(run))
+        find_resume_point(run.path)
 
 
 def test_a_long_comparison_of_files_gives_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

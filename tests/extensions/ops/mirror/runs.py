@@ -15,17 +15,17 @@ from fsspec.implementations.memory import MemoryFileSystem
 from async_rl.config.config import Config
 from async_rl.config.loading import config_to_toml
 from async_rl.config.run import CheckpointConfig
+from async_rl.extensions.ops.mirror import copier as copiers
+from async_rl.extensions.ops.mirror import fetch as fetching
+from async_rl.extensions.ops.mirror.copier import Copier
+from async_rl.extensions.ops.mirror.fetch import fetch
+from async_rl.extensions.ops.mirror.manifest import Manifest, newest_manifest
+from async_rl.extensions.ops.mirror.store import Store
 from async_rl.learner.checkpoints.digests import find_damage, write_manifest
-from async_rl.learner.mirror import copier as copiers
-from async_rl.learner.mirror import fetch as fetching
-from async_rl.learner.mirror.copier import Copier
-from async_rl.learner.mirror.fetch import fetch
-from async_rl.learner.mirror.manifest import Manifest, newest_manifest
-from async_rl.learner.mirror.store import Store
 from async_rl.run.directory import RunDir
 
 URL = "memory://bucket/run"
-PAGE = Path(__file__).parents[3] / "docs" / "mirror.md"
+PAGE = Path(__file__).parents[4] / "docs" / "mirror.md"
 
 
 def ignore(_line: str) -> None: ...

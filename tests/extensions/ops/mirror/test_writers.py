@@ -10,13 +10,13 @@ import pytest
 
 from async_rl.config.run import CheckpointConfig
 from async_rl.errors import LineageError, RunError
-from async_rl.learner.mirror import copier as copiers
-from async_rl.learner.mirror import fetch as fetching
-from async_rl.learner.mirror.copier import Copier
-from async_rl.learner.mirror.fetch import SILENT_S, bring_back, check_mine
-from async_rl.learner.mirror.store import Store
+from async_rl.extensions.ops.mirror import copier as copiers
+from async_rl.extensions.ops.mirror import fetch as fetching
+from async_rl.extensions.ops.mirror.copier import Copier
+from async_rl.extensions.ops.mirror.fetch import SILENT_S, bring_back, check_mine
+from async_rl.extensions.ops.mirror.store import Store
 from async_rl.run.directory import RunDir
-from tests.learner.mirror.runs import (
+from tests.extensions.ops.mirror.runs import (
     URL,
     Clock,
     begun,

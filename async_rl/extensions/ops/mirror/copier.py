@@ -23,10 +23,8 @@ from msgspec.structs import replace
 
 from async_rl.config.run import CheckpointConfig
 from async_rl.errors import LineageError, RunError, StoreError
-from async_rl.learner.checkpoints.digests import MANIFEST, Entry, digest_of
-from async_rl.learner.checkpoints.files import reading
-from async_rl.learner.mirror.fetch import BEAT_S, check_mine, remedies
-from async_rl.learner.mirror.manifest import (
+from async_rl.extensions.ops.mirror.fetch import BEAT_S, check_mine, remedies
+from async_rl.extensions.ops.mirror.manifest import (
     FILES,
     FOLDERS,
     Manifest,
@@ -36,12 +34,13 @@ from async_rl.learner.mirror.manifest import (
     look_for,
     newest_manifest,
     place_of,
-    read_status,
-    sign_of_life,
     update_status,
 )
-from async_rl.learner.mirror.rules import Local, decide, folder_of, read_local, step_of
-from async_rl.learner.mirror.store import Store
+from async_rl.extensions.ops.mirror.rules import Local, decide, folder_of, read_local
+from async_rl.extensions.ops.mirror.store import Store
+from async_rl.learner.checkpoints.digests import MANIFEST, Entry, digest_of
+from async_rl.learner.checkpoints.files import reading
+from async_rl.learner.checkpoints.mirror import read_status, sign_of_life, step_of
 from async_rl.process.fault_points import fault_point
 from async_rl.run.directory import RunDir
 from async_rl.run.notes import tell

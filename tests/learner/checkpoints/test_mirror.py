@@ -1,0 +1,44 @@
+"""What copies a run to ``checkpoint.mirror`` is chosen by the protocol of the URL."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_rl.checks.start import Start
+from async_rl.checks.table import CHECKS
+from async_rl.config.config import Config
+from async_rl.config.loading import parse_config
+from async_rl.learner.checkpoints.mirror import mirror_of
+from async_rl.registry import offers
+from tests.packages import install
+
+TAPE = """
+class Tape:
+    @staticmethod
+    def check(config):
+        return f"no tape is in the drive of {config.checkpoint.mirror}; put one in"
+"""
+
+
+def config_of(directory: Path, **checkpoint: Any) -> Config:
+    raw = {"run": {"dir": str(directory)}, "model": {"path": "tiny"}, "checkpoint": checkpoint}
+    return parse_config(raw, "test")
+
+
+def test_a_package_mirrors_to_a_protocol_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    install(tmp_path / "site", "tapes", {"tapes.py": TAPE}, "[async_rl.mirrors]\ntape = tapes:Tape\n", monkeypatch)
+    offers.cache_clear()
+    (check,) = (check for check in CHECKS if check.name == "checkpoint.mirror")
+    (warning,) = check.findings(Start(config_of(tmp_path, mirror="tape://first")))
+    assert (warning.state, warning.message) == (
+        "WARN", "checkpoint.mirror: no tape is in the drive of tape://first; put one in",
+    )  # fmt: skip
+    assert list(check.findings(Start(config_of(tmp_path)))) == []
+    known = mirror_of(config_of(tmp_path, mirror="memory://bucket"))
+    assert known is not None
+    assert known.check(config_of(tmp_path, mirror="memory://bucket")) == ""
+    monkeypatch.undo()
+    offers.cache_clear()
