@@ -30,10 +30,10 @@ from async_rl.config.config import Config
 from async_rl.config.loading import load_config
 from async_rl.data.chat import load_tokenizer
 from async_rl.data.dataset import load_rows_of, load_train_rows
+from async_rl.extensions.quickstart.instructions import is_followed
+from async_rl.extensions.quickstart.prepare import make_task
+from async_rl.extensions.quickstart.tasks import SMOLLM2
 from async_rl.process.child import module_command
-from async_rl.quickstart.instructions import is_followed
-from async_rl.quickstart.prepare import make_task
-from async_rl.quickstart.tasks import SMOLLM2
 from async_rl.run.step_log import read_rows
 
 NAMES = {"async": "async-rl", "trl": "TRL GRPOTrainer"}

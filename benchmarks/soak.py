@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 import tomli_w
 
-from async_rl.quickstart import sums
+from async_rl.extensions.quickstart import sums
 
 ROOT = Path(__file__).resolve().parent.parent
 ROLES = ("launch", "queue", "learner", "generator", "evaluator")

@@ -32,10 +32,10 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from async_rl.quickstart import sums
-from async_rl.quickstart.instructions import NUMBERS, SUBJECTS, TEXTS, WORDS
-from async_rl.quickstart.prepare import make_task, run_command
-from async_rl.quickstart.tasks import SMOLLM2, SUMS
+from async_rl.extensions.quickstart import sums
+from async_rl.extensions.quickstart.instructions import NUMBERS, SUBJECTS, TEXTS, WORDS
+from async_rl.extensions.quickstart.prepare import make_task, run_command
+from async_rl.extensions.quickstart.tasks import SMOLLM2, SUMS
 from async_rl.run.health import Health
 from async_rl.run.step_log import Row, read_rows
 from benchmarks.staleness_grid import Cell, Grid

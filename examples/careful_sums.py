@@ -14,9 +14,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from async_rl.quickstart import sums
-from async_rl.quickstart.prepare import make_task, run_command
-from async_rl.quickstart.tasks import SUMS
+from async_rl.extensions.quickstart import sums
+from async_rl.extensions.quickstart.prepare import make_task, run_command
+from async_rl.extensions.quickstart.tasks import SUMS
 
 CONFIG = "configs/careful_sums.toml"
 NUM_TRAIN, NUM_TEST = 1024, 256

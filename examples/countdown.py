@@ -18,8 +18,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from async_rl.quickstart import sums
-from async_rl.quickstart.prepare import run_command
+from async_rl.extensions.quickstart import sums
+from async_rl.extensions.quickstart.prepare import run_command
 
 CONFIG = "configs/countdown.toml"
 CHARACTERS = "0123456789+-*=:/<>answer"

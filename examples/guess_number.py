@@ -12,8 +12,8 @@ import random
 import shutil
 from pathlib import Path
 
-from async_rl.quickstart import sums
-from async_rl.quickstart.prepare import run_command
+from async_rl.extensions.quickstart import sums
+from async_rl.extensions.quickstart.prepare import run_command
 
 CONFIG = "configs/guess_number.toml"
 LARGEST = 9

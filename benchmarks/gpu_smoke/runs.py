@@ -34,7 +34,7 @@ def launch(*options: str) -> subprocess.Popen[bytes]:
 
 def warm_start(machine: Machine) -> str:
     """Make the task and the model that runs begin with. Both are kept below ``runs/`` for the next time."""
-    code = "from async_rl.quickstart import prepare, tasks; prepare.make_task(tasks.SUMS, 0)"
+    code = "from async_rl.extensions.quickstart import prepare, tasks; prepare.make_task(tasks.SUMS, 0)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
     return "the quickstart's task and model, kept for the next time"
 

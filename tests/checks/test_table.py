@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import tomllib
 from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -19,15 +18,14 @@ from async_rl.checks import capacity, machine, node
 from async_rl.checks.capacity import HostMemory
 from async_rl.checks.doctor import run_in_thread
 from async_rl.checks.finding import Finding
-from async_rl.checks.offline import check_offline_rows
 from async_rl.cli.main import main
 from async_rl.config.config import Config
 from async_rl.config.loading import config_data, config_to_toml, parse_config
 from async_rl.errors import AddressError
+from async_rl.extensions.quickstart import sums
 from async_rl.generator.hf.backend import TransformersBackend
 from async_rl.queue.server.settings import settings_of
 from async_rl.queue.storage import journal
-from async_rl.quickstart import sums
 from tests.checks.made import OF_MODEL, OF_REWARD, made
 from tests.learner.tiny import add_token, tiny_config, tiny_model
 from tests.scorer.test_reward_model import write_reward_model
@@ -209,10 +207,6 @@ def test_a_token_of_the_data_that_the_embedding_has_no_row_for(root: Path):
         row = red(made(make_config(root, "grown", data=data), *OF_MODEL))
         assert (row.check, "embedding of 45 rows has a row for, got <new> (45)" in row.found) == ("tokenizer", True)
         assert row.fix.startswith("resize the model")
-    sft = {"data": str(root / "new.jsonl"), "out": str(root / "out")}
-    (root / "new.jsonl").write_text('{"prompt": "a", "response": "<new>"}\n')
-    row = red(check_offline_rows(make_config(root, "grown", sft=sft)))
-    assert (row.check, "embedding of 45 rows has a row for, got <new> (45)" in row.found) == ("sft.data", True)
 
 
 def test_an_end_token_that_lora_cant_teach(root: Path):
@@ -435,44 +429,6 @@ def test_the_command_exits_1_for_a_red_row_and_2_for_a_bad_config_and_writes_not
     assert code == 2
 
 
-def offline_config(root: Path, **sft: Any) -> Path:
-    rows = [{"prompt": f"{i} + {i} =", "response": str(2 * i)} for i in range(5)]
-    (root / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    section = {"data": str(root / "sft.jsonl"), "out": str(root / "out")} | sft
-    config = parse_config({"run": {"dir": str(root / "offline")}, "model": {"path": str(root / "model")},
-                           "sft": section}, "test")  # fmt: skip
-    path = root / "offline.toml"
-    path.write_text(config_to_toml(config))
-    return path
-
-
-def test_a_config_for_sft_alone_is_checked_for_what_sft_needs(root: Path, capsys: pytest.CaptureFixture[str]):
-    path = offline_config(root, eval={"held_out": str(root / "sft.jsonl")})
-    code, text = run_command(capsys, str(path), "--json")
-    rows = {row["check"]: row for row in json.loads(text)["rows"]}
-    assert code == 0, text
-    assert rows["sft.data"]["found"].startswith("5 rows, the longest sequence has ")
-    assert rows["sft.eval.held_out"]["state"] == "OK"
-    assert not rows.keys() & {"queue.address", "data.train", "reward", "gloo, two ranks"}
-    _, text = run_command(capsys, str(path))
-    assert text.splitlines()[-1] == f"next: async-rl sft {path}"
-
-
-def test_offline_data_that_is_missing_or_too_long_is_red(root: Path):
-    path = offline_config(root, eval={"held_out": str(root / "nowhere.jsonl")})
-    config = parse_config(tomllib.loads(path.read_text()) | {"learner": {"max_tokens": 8}}, "test")
-    train, held_out = check_offline_rows(config)
-    assert (train.check, train.state, held_out.check, held_out.state) == (
-        "sft.data",
-        "FAIL",
-        "sft.eval.held_out",
-        "FAIL",
-    )
-    assert "a micro-batch at most 8" in train.found
-    assert "learner.max_tokens" in train.fix
-    assert "nowhere.jsonl" in held_out.found
-
-
 def test_rows_that_spell_control_tokens_are_counted_with_the_first(root: Path):
     chats = ["1 + 1 =", "say <|user|> 1", "<|user|>"]
     path = root / "spelling.jsonl"
@@ -485,17 +441,6 @@ def test_rows_that_spell_control_tokens_are_counted_with_the_first(root: Path):
         assert row.found == f"2 rows of data.train spell control tokens in a content, read as {mode} (first: row 1)"
         assert f'data.special_tokens_in_content = "{other}"' in row.fix
     assert not [row for row in made(make_config(root), *OF_MODEL) if row.check == "special tokens"]
-    offline = [
-        {"prompt": [{"role": "user", "content": "1"}], "response": [{"role": "assistant", "content": "2"}]},
-        {"messages": [{"role": "user", "content": "a <|user|> b"}, {"role": "assistant", "content": "2"}]},
-        {"prompt": "plain <|user|>", "response": "text"},
-    ]
-    (root / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in offline))
-    config = make_config(root, sft={"data": str(root / "sft.jsonl")})
-    row, _ = check_offline_rows(config)
-    assert (
-        row.found == f"1 rows of sft.data spell control tokens in a content, read as text (first: {root}/sft.jsonl:2)"
-    )
 
 
 def test_a_loss_of_the_user_s_own(root: Path, tmp_path: Path):

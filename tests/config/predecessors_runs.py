@@ -13,8 +13,8 @@ TRAINED = "learner/test_predecessors_training.py::test_a_setting_of_a_row_change
 GRPO = "learner/test_predecessors_training.py::test_a_run_of_colossal_s_grpo_has_the_figures_that_its_rows_promise"
 FILTERED = "learner/test_predecessors_training.py::test_dapo_samples_other_groups_for_those_it_filters_and_rl2_does_not"
 BATCHES = "learner/test_predecessors_training.py::test_batches_are_of_the_size_that_their_row_says"
-GIVEN = "learner/offline/test_predecessors_run.py::test_a_row_about_training_on_given_rows_trains"
-READ = "learner/offline/test_predecessors_run.py::test_a_row_about_data_reads_rows"
+GIVEN = "extensions/offline/test_predecessors_run.py::test_a_row_about_training_on_given_rows_trains"
+READ = "extensions/offline/test_predecessors_run.py::test_a_row_about_data_reads_rows"
 OF_EVERY_ROW = (TRAINED, GIVEN, READ)
 
 LAUNCH = "end_to_end/test_predecessors_launch.py::"
@@ -150,9 +150,9 @@ RUN_BY: Mapping[str, tuple[str, ...]] = {
     "raw text + messages formats": (PROMPTS, READ),
     "max_length": (
         GIVEN,
-        "learner/offline/test_sft_rows.py::test_long_rows_are_cut_on_the_right_and_counted",
-        "learner/offline/test_pairs.py::test_text_is_used_without_a_template_and_cut_on_the_right",
-        "learner/offline/test_rm.py::test_all_forms_of_a_pair_give_the_same_tokens",
+        "extensions/offline/test_sft_rows.py::test_long_rows_are_cut_on_the_right_and_counted",
+        "extensions/offline/test_pairs.py::test_text_is_used_without_a_template_and_cut_on_the_right",
+        "extensions/offline/test_rm.py::test_all_forms_of_a_pair_give_the_same_tokens",
     ),
     "FSDP ZeRO-3": (GATHERS, TRAINED),
     "ddp_size HSDP": (LAYOUTS,),
@@ -254,7 +254,7 @@ RUN_BY: Mapping[str, tuple[str, ...]] = {
         TRAINED,
         PLAYED,
         GIVEN,
-        "learner/offline/test_row_forms.py::test_a_run_on_any_form_of_the_same_rows_gives_the_same_weights",
+        "extensions/offline/test_row_forms.py::test_a_run_on_any_form_of_the_same_rows_gives_the_same_weights",
     ),
     "GSPO, Kimi, on-policy distillation": (
         TRAINED,

@@ -15,8 +15,8 @@ from async_rl.data.template import apply_template, marked_spans
 from async_rl.data.template_forms import adapted
 from async_rl.errors import ModelError
 from tests.data.public_templates import cases, tokenizer_of
-from tests.learner.offline.test_leading_spaces import WAYS
-from tests.learner.offline.test_leading_spaces import tokenizer_of as with_spaces
+from tests.extensions.offline.test_leading_spaces import WAYS
+from tests.extensions.offline.test_leading_spaces import tokenizer_of as with_spaces
 
 AS_TOKEN = DataConfig(special_tokens_in_content="token").template_arguments
 ASKED, ANSWERED = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}

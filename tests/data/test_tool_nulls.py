@@ -11,7 +11,7 @@ import pytest
 
 from async_rl.data.dataset import load_rows
 from async_rl.data.tool_nulls import without_table_nulls
-from async_rl.learner.offline.rows import load_rows as load_given
+from async_rl.extensions.offline.rows import load_rows as load_given
 
 
 def tool(name: str, properties: dict[str, Any]) -> dict[str, Any]:

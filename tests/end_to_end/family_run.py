@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from async_rl.quickstart import sums
+from async_rl.extensions.quickstart import sums
 from tests.end_to_end.harness import check_ledger, metrics, roles, write_config
 from tests.vllm.families import make_family
 

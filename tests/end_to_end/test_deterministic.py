@@ -28,6 +28,8 @@ from torch import Tensor
 from async_rl.config.config import Config
 from async_rl.config.loading import parse_config
 from async_rl.data.dataset import load_train_rows
+from async_rl.extensions.offline.tasks import train
+from async_rl.extensions.quickstart import sums
 from async_rl.generator.backend import Sampled
 from async_rl.generator.hf.backend import TransformersBackend
 from async_rl.generator.rollouts import graded_rollouts
@@ -35,13 +37,11 @@ from async_rl.learner.checkpoints.files import latest_checkpoint
 from async_rl.learner.checkpoints.stored_tensors import load_tensors
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.losses.advantages import group_normalised
-from async_rl.learner.offline.sft import run_sft
 from async_rl.learner.ranks import init_ranks
 from async_rl.learner.sequences import TrainSequence
 from async_rl.net.keys import make_keys
 from async_rl.queue.core.admission import lease_seed, train_sampling
 from async_rl.queue.core.prompts import PromptStream
-from async_rl.quickstart import sums
 from async_rl.records import Lease, Prompt, Rollout
 from async_rl.rewards.registry import build_reward
 from async_rl.run.eval_records import answer_record
@@ -86,7 +86,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "data": str(directory / "sft.jsonl"), "out": str(directory / "model"), "steps": 60, "batch_size": 24,
         "lr": 3e-3,
     }  # fmt: skip
-    run_sft(parse_config(raw, "the test's config"))
+    train("sft", parse_config(raw, "the test's config"))
     return {name: str(directory / file) for name, file in _FILES.items()}
 
 

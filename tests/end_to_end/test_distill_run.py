@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from async_rl.extensions.quickstart import sums
 from async_rl.process.fault_points import FAULT_POINTS
-from async_rl.quickstart import sums
 from tests.end_to_end.faults_harness import fault_config, fault_run, judge
 from tests.end_to_end.harness import check_ledger, metrics, roles, steps, wait_until, write_config
 from tests.end_to_end.test_scorer_run import process_of

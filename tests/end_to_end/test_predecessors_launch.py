@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from async_rl.config.loading import parse_config
-from async_rl.learner.offline.sft import run_sft
+from async_rl.extensions.offline.tasks import train
 from tests.config.predecessors import FEATURES, alternatives
 from tests.end_to_end.harness import ROOT, check_ledger, metrics, roles, wait_until, write_config
 from tests.end_to_end.test_launch_run import read_lines, write_gsm8k_model
@@ -188,7 +188,7 @@ def tuned_on(root: Path, answers: Sequence[str]) -> str:
     (root / "said.jsonl").write_text("".join(json.dumps(row) + "\n" for row in said))
     data, out = str(root / "said.jsonl"), str(root / "tuned")
     sft = {"data": data, "out": out, "steps": 80, "batch_size": 8, "lr": 5e-3, "schedule": "cosine"}
-    run_sft(parse_config(merged(config_of(root, {}), {"sft": sft}), "the test's config"))
+    train("sft", parse_config(merged(config_of(root, {}), {"sft": sft}), "the test's config"))
     return out
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from async_rl.quickstart import sums
+from async_rl.extensions.quickstart import sums
 from tests.end_to_end.harness import check_ledger, metrics, processes_of, roles, steps, wait_until, write_config
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
 from tests.forked_roles import command_line

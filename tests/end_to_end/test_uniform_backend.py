@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.quickstart import sums
+from async_rl.extensions.quickstart import sums
 from tests.end_to_end.harness import check_ledger, roles, steps, write_config
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from async_rl.quickstart import sums
+from async_rl.extensions.quickstart import sums
 
 
 def write_tiny_task(directory: Path, *, num_rows: int = 64, num_eval: int = 8) -> dict[str, str]:

@@ -25,9 +25,9 @@ from async_rl.records import TEXT_ROLE, Lease, Rollout
 from tests.data.public_templates import cases, tokenizer_of
 from tests.end_to_end.harness import wait_until
 from tests.environments.pools import pool_of
+from tests.extensions.offline.template_table import second_turn
 from tests.generator.leases import make_lease
 from tests.generator.tiny_model import write_model
-from tests.learner.offline.template_table import second_turn
 
 ECHO = """
 async def reset(extra_info):

@@ -9,7 +9,7 @@ import pytest
 
 from async_rl.generator.backend import Sampled
 from async_rl.generator.environment_rollouts import TokenizerText, Trajectory
-from tests.learner.offline.test_leading_spaces import WAYS, tokenizer_of
+from tests.extensions.offline.test_leading_spaces import WAYS, tokenizer_of
 
 
 @pytest.mark.parametrize("way", WAYS)

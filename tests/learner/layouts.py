@@ -14,8 +14,8 @@ import transformers
 
 from async_rl.config.config import Config
 from async_rl.config.parallel import Layout
+from async_rl.extensions.offline.slopes import SlopeObjective
 from async_rl.learner.checkpoints.stored_tensors import OPTIMIZER, load_tensors
-from async_rl.learner.losses.slopes import SlopeObjective
 from async_rl.learner.ranks import Ranks, init_ranks
 from async_rl.learner.sequences import TrainSequence
 from tests.learner.rank_scenarios import (

@@ -123,8 +123,8 @@ def pairs_loss(sums_S: torch.Tensor) -> torch.Tensor:
 
 def sloped(directory: Path) -> None:
     """The gradient of ``pairs_loss`` by ranks that have different sequences, and by ranks that share them."""
+    from async_rl.extensions.offline.slopes import SlopeObjective, sequence_slopes, sequence_sums
     from async_rl.learner.engine.fsdp_engine import FsdpEngine
-    from async_rl.learner.losses.slopes import SlopeObjective, sequence_slopes, sequence_sums
 
     ranks = init_ranks(tiny_config(directory, "model"))
     for name, sequence_size in (("data", 1), ("sequence", ranks.world_size)):
@@ -580,13 +580,13 @@ def group_with_a_silent_rank(directory: Path) -> None:
 
 def supervised(directory: Path) -> None:
     from async_rl.config.loading import load_config
-    from async_rl.learner.offline.sft import run_sft
+    from async_rl.extensions.offline.tasks import train
 
-    run_sft(load_config(directory / "sft.toml"))
+    train("sft", load_config(directory / "sft.toml"))
 
 
 def offline(directory: Path) -> None:
-    from tests.learner.offline.offline_run import start
+    from tests.extensions.offline.offline_run import start
 
     start(directory)
 
@@ -594,11 +594,11 @@ def offline(directory: Path) -> None:
 def reward_model(directory: Path) -> None:
     """``async-rl rm``; processes stop at the fault points in ``directory / "faults"``."""
     from async_rl.config.loading import load_config
-    from async_rl.learner.offline.rm import run_rm
+    from async_rl.extensions.offline.tasks import train
     from async_rl.process import fault_points
 
     fault_points._directory = str(directory / "faults")
-    run_rm(load_config(directory / "rm.toml"))
+    train("rm", load_config(directory / "rm.toml"))
 
 
 RESHARDED: dict[str, dict[str, Any]] = {"all weights": {}, "adapters": {"lora": LORA}}

@@ -9,7 +9,7 @@ learner's checkpoints: temporary names contain the lineage, the queue confirms t
 commit removes no newer checkpoint. ``remove_leftovers``, which the newer learner calls, removes the older learner's
 temporary files, so the older learner's last renames fail.
 
-The trainer and ``offline/run.py`` have a ``CheckpointWriter`` on rank 0, which writes in the background.
+The trainer, and what trains on given rows, have a ``CheckpointWriter`` on rank 0, which writes in the background.
 ``write_checkpoint`` returns when the checkpoint is committed.
 """
 

@@ -1,9 +1,9 @@
 """The losses that the engine can train with, as objects that it calls for each micro-batch.
 
-``PolicyObjective`` is for reinforcement learning, ``SupervisedObjective`` for ``async-rl sft``, and
-``slopes.SlopeObjective`` for losses over whole sequences. An objective returns a loss to backpropagate, and statistics.
-Statistics are sums and counts over trained tokens, so they can be added over micro-batches and ranks, however the step
-is cut. ``engine/fsdp_engine.py`` calls this on every rank. N = trained tokens, S = sequences.
+``PolicyObjective`` is for reinforcement learning, ``SupervisedObjective`` for given answers. An objective returns a
+loss to backpropagate, and statistics. Statistics are sums and counts over trained tokens, so they can be added over
+micro-batches and ranks, however the step is cut. ``engine/fsdp_engine.py`` calls this on every rank. N = trained
+tokens, S = sequences.
 """
 
 from __future__ import annotations

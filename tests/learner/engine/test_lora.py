@@ -14,12 +14,12 @@ from torch import Tensor
 
 from async_rl.config.learner import LoraConfig
 from async_rl.errors import ConfigError, ModelError, RunError
+from async_rl.extensions.offline.tasks import train
 from async_rl.learner.checkpoints.digests import write_manifest
 from async_rl.learner.checkpoints.stored_tensors import OPTIMIZER, load_tensors
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.engine.lora import merge
 from async_rl.learner.export.model import export_adapter, export_checkpoint
-from async_rl.learner.offline.sft import run_sft
 from async_rl.learner.ranks import init_ranks
 from async_rl.learner.sequences import TrainSequence
 from tests.learner.rank_scenarios import ADAPTED, LORA, adapted_config, batch_for, save, train_adapters, with_reference
@@ -139,7 +139,7 @@ def test_frozen_weights_are_kept_in_the_dtype_they_compute_in_and_adapters_in_fl
 def test_sft_trains_adapters_and_writes_a_merged_model(directory: Path, tmp_path: Path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "response": "b"}\n' * 4)
     settings = {"data": str(tmp_path / "rows.jsonl"), "out": str(tmp_path / "out"), "steps": 2, "batch_size": 2}
-    run_sft(tiny_config(tmp_path, directory / "model", lora=LORA, sft=settings | {"lr": 1e-2}))
+    train("sft", tiny_config(tmp_path, directory / "model", lora=LORA, sft=settings | {"lr": 1e-2}))
     before, after = (load_file(d / "model.safetensors") for d in (directory / "model", tmp_path / "out"))
     moved = {n.rpartition(".")[0].rpartition(".")[2] for n in before if not torch.equal(before[n], after[n])}
     assert moved == set(LoraConfig().targets)

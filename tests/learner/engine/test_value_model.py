@@ -14,12 +14,12 @@ from torch import Tensor
 
 from async_rl.config.config import Config
 from async_rl.errors import ModelError
+from async_rl.extensions.offline.slopes import SlopeObjective
 from async_rl.learner.checkpoints.digests import write_manifest
 from async_rl.learner.checkpoints.stored_tensors import OPTIMIZER, load_tensors
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.engine.loading import load_policy, open_model, read_first_layers
 from async_rl.learner.export.model import export_adapter, export_checkpoint
-from async_rl.learner.losses.slopes import SlopeObjective
 from async_rl.learner.ranks import init_ranks
 from async_rl.learner.sequences import TrainSequence
 from tests.learner.layouts import (

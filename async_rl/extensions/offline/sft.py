@@ -1,0 +1,123 @@
+"""Supervised fine-tuning: ``async-rl sft CONFIG`` trains on given answers and exports the model.
+
+``sft.data`` is read as ``data.train`` is (``data.files``). A row is one of
+
+- ``{"prompt": text, "response": text}``: plain text, without a template. No special tokens are added but the
+  tokenizer's usual start tokens, and the end-of-sequence token after the response. The loss is on the response and that
+  token. ``completion`` is another name of ``response``.
+- the same with lists of messages: the loss is on the assistant turns of the response.
+- ``{"text": text}``: plain text, all of which is trained on.
+- ``{"messages": [{"role": ..., "content": ...}, ...]}``: the chat template is applied turn by turn. The loss is on
+  every assistant turn up to its end token, or on the last (``sft.turns``). A template that rewrites earlier turns gives
+  one sequence for each assistant turn; the row stays the unit of a batch. ``tools`` are the row's tool schemas, in
+  place of those of ``data.tools``.
+
+Flags in messages (``data.message_keys``) leave them out. ``data.context_columns`` has the columns that are read or
+refused beside these; others are ignored. Rows longer than ``sft.max_length`` are cut on the right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from async_rl.config.offline import SftConfig
+from async_rl.data.chat import load_tokenizer, model_directory
+from async_rl.data.turn_end import TurnEnds, turn_ends
+from async_rl.extensions.offline.forms import supervised_parts
+from async_rl.extensions.offline.rows import RowEncoder, load_rows, template_fields
+from async_rl.extensions.offline.run import Metrics, OfflineTask
+from async_rl.extensions.offline.scores import chunks_of, numbered, summed_logprobs
+from async_rl.learner.interface import Engine, UpdateStats
+from async_rl.learner.losses.objective import Objective, SupervisedObjective
+from async_rl.learner.sequences import TrainSequence
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+Turns = tuple[TrainSequence, ...]
+"""The sequences of one row."""
+
+
+class Supervised(OfflineTask[Turns]):
+    """``async-rl sft``: the mean negative log-likelihood of the answers' tokens."""
+
+    name = "sft"
+
+    @property
+    def section(self) -> SftConfig:
+        return self.config.sft
+
+    @property
+    def objective(self) -> Objective:
+        return SupervisedObjective()
+
+    def load_rows(self, source: str, key: str) -> list[Turns]:
+        tokenizer = load_tokenizer(self.config.model.path, needs_template=False)
+        arguments = self.config.data.template_arguments
+        sequences = load_sft_rows(
+            source,
+            tokenizer,
+            max_length=self.section.max_length,
+            arguments=arguments,
+            key=key,
+            only_last=self.section.turns == "last",
+            ignore=self.config.data.ignore,
+            ends=turn_ends(tokenizer, model_directory(self.config.model.path), arguments),
+        )
+        return [tuple(row) for _, row in groupby(sequences, key=lambda sequence: sequence.sequence_id)]
+
+    def sequences(self, row: Turns) -> Sequence[TrainSequence]:
+        return row
+
+    def step(self, engine: Engine, batch: Sequence[Turns]) -> tuple[UpdateStats, Metrics]:
+        sequences = [sequence for row in batch for sequence in row]
+        stats = engine.update(sequences if len(sequences) == len(batch) else numbered(sequences), version=0)
+        return stats, {"loss": stats.loss}
+
+    def evaluate(self, engine: Engine, rows: Sequence[Turns]) -> Metrics:
+        sequences = [sequence for row in rows for sequence in row]
+        scored = [
+            sums for chunk in chunks_of(sequences) for (sums,) in summed_logprobs(engine, [[one] for one in chunk])
+        ]
+        return {"loss": -sum(scored) / sum(np.count_nonzero(one.loss_mask) for one in sequences)}
+
+
+def load_sft_rows(
+    source: str | Path,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_length: int,
+    arguments: Mapping[str, Any] = MappingProxyType({}),
+    key: str = "sft.data",
+    only_last: bool = False,
+    ignore: Collection[str] = (),
+    ends: TurnEnds | None = None,
+) -> list[TrainSequence]:
+    """Read and tokenise the rows of the dataset ``source``. The ``sequence_id`` of each sequence is its row's index.
+
+    ``arguments`` are the variables of the chat template in addition to the messages. ``key`` names the dataset in
+    messages. ``only_last`` trains only the last assistant message. ``ignore`` names columns that are left out. ``ends``
+    are the tokens that end a turn; if None, those that the tokenizer knows.
+
+    Raises:
+        DataError: the dataset can't be read, or has no row or a bad row. The message names the row's place.
+        ModelError: the chat template does not read one of ``arguments``, or the tools of a row.
+    """
+    encoder = RowEncoder(tokenizer, arguments, max_length=max_length, section="sft", ends=ends)
+
+    def encode(index: int, where: str, row: Mapping[str, Any]) -> list[TrainSequence]:
+        prompt, answer = supervised_parts(row, where)
+        if prompt is None:
+            return [encoder.encode_whole(index, str(answer), where)]
+        return encoder.encode_turns(index, prompt, answer, where, **template_fields(row), only_last=only_last)
+
+    rows = load_rows(str(source), key, encode, ignore)
+    encoder.say_what_was_cut(key)
+    return [sequence for row in rows for sequence in row]

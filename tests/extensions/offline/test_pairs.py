@@ -1,0 +1,201 @@
+"""Rows of preferences to tokens and masks, spelled out; bad rows named by file and line."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from async_rl.data.chat import load_tokenizer
+from async_rl.errors import DataError
+from async_rl.extensions.offline.pairs import LabelledAnswer, Pair, load_labelled, load_pairs
+from async_rl.extensions.offline.rm import load_pairs as load_scored
+from async_rl.extensions.offline.rows import RowEncoder
+from async_rl.learner.sequences import TrainSequence
+from tests.extensions.offline.test_sft_rows import rows_file, spelled, write_in
+from tests.learner.tiny import tiny_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ASK = {"role": "user", "content": "1+1"}
+SAY_2, SAY_3 = ({"role": "assistant", "content": content} for content in "23")
+SYSTEM = {"role": "system", "content": "be brief"}
+CHAT = "<|user|>1+1<|end|>\n<|assistant|>"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
+    return load_tokenizer(tiny_model(tmp_path_factory.mktemp("model")))
+
+
+def pairs_of(path: Path, tokenizer: PreTrainedTokenizerBase, *, max_length: int = 100) -> list[Pair]:
+    return load_pairs(str(path), "dpo.data", RowEncoder(tokenizer, {}, max_length=max_length, section="dpo"))
+
+
+def labelled_of(path: Path, tokenizer: PreTrainedTokenizerBase, *, max_length: int = 100) -> list[LabelledAnswer]:
+    encoder = RowEncoder(tokenizer, {}, max_length=max_length, section="dpo")
+    return load_labelled(str(path), "dpo.data", encoder, max_length=max_length)
+
+
+def split(tokenizer: PreTrainedTokenizerBase, sequence: TrainSequence) -> tuple[str, str]:
+    """What is not trained on up to the answer, and what is."""
+    text, begin = spelled(tokenizer, sequence.token_ids), int(sequence.loss_mask.argmax())
+    return text[: len(spelled(tokenizer, sequence.token_ids[:begin]))], spelled(
+        tokenizer, sequence.token_ids[sequence.loss_mask]
+    )
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": [ASK], "chosen": "2", "rejected": "3"},
+        {"prompt": [ASK], "chosen": [SAY_2], "rejected": [SAY_3]},
+        {"prompt": [ASK], "chosen": [ASK, SAY_2], "rejected": [ASK, SAY_3]},
+        {"chosen": [ASK, SAY_2], "rejected": [ASK, SAY_3]},
+        {"prompt": "1+1", "chosen": [ASK, SAY_2], "rejected": [ASK, SAY_3]},
+        {"messages": [ASK], "chosen": "2", "rejected": "3"},
+        {"messages": [ASK], "chosen": [SAY_2], "rejected": [SAY_3]},
+        {"messages": ASK, "chosen": SAY_2, "rejected": SAY_3},
+        {"messages": [ASK, SAY_2], "chosen": [ASK, SAY_2], "rejected": [ASK, SAY_3]},
+        {"messages": [ASK, SAY_2], "prompt": "1+1", "chosen": [ASK, SAY_2], "rejected": [ASK, SAY_3], "n": None},
+        {"prompt": "1+1", "chosen": [SAY_2], "rejected": [SAY_3]},
+        {"prompt": None, "messages": [{**ASK, "name": None}], "chosen": "2", "rejected": "3"},
+    ],
+)
+@pytest.mark.parametrize("form", [".jsonl", ".parquet"])
+def test_every_form_of_a_pair_of_messages_means_the_same(
+    row: dict[str, Any], form: str, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+):
+    path = rows_file(tmp_path, row) if form == ".jsonl" else write_in(form, tmp_path, [row])
+    (scored,) = load_scored(str(path), tokenizer, max_length=100, key="rm.data")
+    assert spelled(tokenizer, scored.chosen.token_ids[:-1]) == f"{CHAT}2<|end|>\n"
+    assert spelled(tokenizer, scored.rejected.token_ids[:-1]) == f"{CHAT}3<|end|>\n"
+    (pair,) = pairs_of(path, tokenizer)
+    assert split(tokenizer, pair.chosen) == (CHAT, "2<|end|>")
+    assert split(tokenizer, pair.rejected) == (CHAT, "3<|end|>")
+
+
+def test_text_is_used_without_a_template_and_cut_on_the_right(tmp_path: Path, tokenizer: PreTrainedTokenizerBase):
+    row = {"prompt": "1+1=", "chosen": "2", "rejected": "3333"}
+    (pair,) = pairs_of(rows_file(tmp_path, row), tokenizer, max_length=7)
+    assert split(tokenizer, pair.chosen) == ("1+1=", "2<|end|>")
+    assert split(tokenizer, pair.rejected) == ("1+1=", "333")
+
+
+def test_text_without_a_prompt_shares_what_both_answers_begin_with(tmp_path: Path, tokenizer: PreTrainedTokenizerBase):
+    path = rows_file(tmp_path, {"chosen": "1+1= 2", "rejected": "1+1= 33"}, {"chosen": "aab", "rejected": "aa"})
+    first, second = pairs_of(path, tokenizer)
+    assert split(tokenizer, first.chosen) == ("1+1= ", "2<|end|>")
+    assert split(tokenizer, first.rejected) == ("1+1= ", "33<|end|>")
+    assert split(tokenizer, second.chosen) == ("aa", "b<|end|>")
+    assert split(tokenizer, second.rejected) == ("aa", "<|end|>")
+    assert len(load_scored(str(path), tokenizer, max_length=100, key="rm.data")) == 2
+
+
+def test_pairs_of_equal_answers_are_left_out_and_counted(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+):
+    same = [
+        {"prompt": "1+1=", "chosen": "2", "rejected": "2"},
+        {"chosen": [ASK, SAY_2], "rejected": [ASK, SAY_2]},
+        {"chosen": "1+1=2", "rejected": "1+1=2"},
+    ]
+    cut = [
+        {"prompt": "1+1=", "chosen": "2" * 30, "rejected": "2" * 30 + "3"},
+        {"chosen": "a" * 30, "rejected": "a" * 31},
+    ]
+    path = rows_file(tmp_path, *same, *cut, {"prompt": "1+1=", "chosen": "2", "rejected": "3"})
+    (pair,) = pairs_of(path, tokenizer, max_length=20)
+    assert split(tokenizer, pair.chosen) == ("1+1=", "2<|end|>")
+    assert "5 of 6 pairs have two equal answers, 2 of them since they were cut" in caplog.text
+    assert "dpo.data: cut the end of 4 of 12 sequences, which have more than dpo.max_length = 20 tokens" in caplog.text
+    caplog.clear()
+    assert len(load_scored(str(path), tokenizer, max_length=100, key="rm.data")) == 3
+    assert "rm.data: 3 of 6 pairs have two equal answers; they teach nothing" in caplog.text
+    for load in (
+        lambda: pairs_of(rows_file(tmp_path, *same), tokenizer),
+        lambda: load_scored(str(rows_file(tmp_path, *same)), tokenizer, max_length=100, key="rm.data"),
+    ):
+        with pytest.raises(DataError, match="two different answers, got none: 3 of 3 pairs have two equal"):
+            load()
+
+
+def test_earlier_turns_of_the_assistant_belong_to_the_prompt(tmp_path: Path, tokenizer: PreTrainedTokenizerBase):
+    row = {"chosen": [ASK, SAY_3, ASK, SAY_2], "rejected": [ASK, SAY_3, ASK, SAY_3, ASK, SAY_2]}
+    (pair,) = pairs_of(rows_file(tmp_path, row), tokenizer)
+    assert split(tokenizer, pair.chosen) == (f"{CHAT}3<|end|>\n{CHAT}", "2<|end|>")
+    assert split(tokenizer, pair.rejected) == (f"{CHAT}3<|end|>\n{CHAT}", "3<|end|>2<|end|>")
+
+
+def test_a_table_in_csv_holds_messages_as_json(tmp_path: Path, tokenizer: PreTrainedTokenizerBase):
+    path = tmp_path / "pairs.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["chosen", "rejected"])
+        writer.writerow([json.dumps([ASK, SAY_2]), json.dumps([ASK, SAY_3])])
+    (pair,) = pairs_of(path, tokenizer)
+    assert split(tokenizer, pair.chosen) == (CHAT, "2<|end|>")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "a", "chosen": "b"}, "rows.jsonl:1: expected .* got prompt: the text 'a', chosen"),
+        ({"chosen": "b", "rejected": "c"}, 'begin with the same text, .* give the question as "prompt"'),
+        (
+            {"prompt": [SYSTEM, ASK], "chosen": [ASK, SAY_2], "rejected": [ASK, SAY_3]},
+            "that begin after the prompt, or that repeat all its messages",
+        ),
+        (
+            {"prompt": [ASK], "chosen": [SYSTEM, ASK, SAY_2], "rejected": [SYSTEM, ASK, SAY_3]},
+            "begins with .*be brief.*put all of it into the prompt",
+        ),
+        ({"prompt": "1", "chosen": ["1", SAY_2], "rejected": ["1", SAY_3]}, "the last message that chosen and"),
+        ({"prompt": 3, "chosen": "b", "rejected": "c"}, "whole lists of messages without a prompt"),
+        ({"messages": [ASK, SAY_2], "chosen": "b", "rejected": "c"}, "to end before the answer"),
+        ({"prompt": "a", "chosen": "b", "rejected": [SAY_2]}, "all as text or as lists"),
+        ({"chosen": [SAY_2, ASK], "rejected": [SAY_2, ASK]}, "differ from an assistant message on, got 2 equal"),
+        ({"chosen": [SAY_2], "rejected": [SAY_3]}, "got 0 equal messages"),
+        ({"prompt": "?", "chosen": [ASK, SAY_2], "rejected": [ASK, SAY_3]}, "the last message that chosen and"),
+        ({"prompt": "abcdefgh", "chosen": "b", "rejected": "c"}, "raise dpo.max_length"),
+    ],
+)
+def test_a_bad_pair_is_refused_with_its_place(
+    row: dict[str, Any], message: str, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+):
+    with pytest.raises(DataError, match=message):
+        pairs_of(rows_file(tmp_path, row), tokenizer, max_length=8)
+
+
+def test_labelled_answers_have_the_next_rows_answer_as_mismatched(tmp_path: Path, tokenizer: PreTrainedTokenizerBase):
+    rows = [
+        {"prompt": "a", "completion": "b", "label": True},
+        {"prompt": [ASK], "completion": [SAY_2], "label": False},
+        {"prompt": "cc", "completion": "dddd", "label": True, "messages": None},
+        {"messages": ASK, "completion": SAY_3, "label": False},
+    ]
+    found = labelled_of(rows_file(tmp_path, *rows), tokenizer)
+    assert [row.is_good for row in found] == [True, False, True, False]
+    assert [split(tokenizer, row.answer)[1] for row in found] == ["b<|end|>", "2<|end|>", "dddd<|end|>", "3<|end|>"]
+    assert [split(tokenizer, row.mismatched) for row in found] == [
+        ("a", "2<|end|>"), (CHAT, "dddd<|end|>"), ("cc", "3<|end|>"), (CHAT, "b<|end|>"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"prompt": "a", "completion": "b", "label": True}], "expected at least two rows"),
+        ([{"prompt": "a", "completion": "b", "label": 2}], 'expected true or false .* as "label", got 2'),
+        ([{"prompt": "a", "completion": "b"}], "got keys"),
+    ],
+)
+def test_bad_labels_are_refused(
+    rows: list[dict[str, Any]], message: str, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+):
+    with pytest.raises(DataError, match=message):
+        labelled_of(rows_file(tmp_path, *rows), tokenizer)

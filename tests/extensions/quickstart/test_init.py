@@ -1,0 +1,323 @@
+"""``async-rl init``: the first config, from options or from answers in a terminal."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_rl.cli.main import main
+from async_rl.config.loading import load_config
+from async_rl.extensions.quickstart import init as init_module
+from async_rl.rewards.records import RewardInput
+from tests.end_to_end.tiny import write_tiny_task
+from tests.full_disk import file_size_limit
+from tests.refusal import refusal
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(init_module, "_is_terminal", lambda: False)
+    (tmp_path / "sums.csv").write_text("question,answer\nWhat is 1+2?,3\nWhat is 2+2?,4\n")
+    return tmp_path
+
+
+def init(*arguments: str) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        main(["init", *arguments])
+    assert not leaving.value.code
+
+
+def test_the_columns_and_the_reward_are_found_in_the_data(capsys: pytest.CaptureFixture[str]):
+    init("--model", "some/model", "--data", "sums.csv", "--gpus", "0")
+    config = load_config("run.toml")
+    assert (config.model.path, config.data.train, config.reward.type) == ("some/model", "sums.csv", "boxed")
+    assert config.data.columns == {"prompt": "question", "gt_answer": "answer"}
+    assert config.run.dir == "runs/run"
+    said = capsys.readouterr().out
+    assert "wrote run.toml" in said
+    assert "async-rl doctor run.toml" in said
+
+
+def test_every_key_has_a_comment():
+    init("--model", "m", "--data", "sums.csv", "--eval", "sums.csv", "--reward", "own", "--gpus", "4")
+    lines = Path("run.toml").read_text().splitlines()
+    keys = [number for number, line in enumerate(lines) if " = " in line and not line.startswith("#")]
+    assert len(keys) > 15
+    assert all(lines[number - 1].startswith("# ") for number in keys)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "learner", "generator"),
+    [
+        (1, {"devices": [0]}, {"count": 1, "devices": [0], "memory_fraction": 0.4}),
+        (2, {"nproc": 1, "devices": [0]}, {"count": 1, "devices": [1]}),
+        (5, {"nproc": 2, "devices": [0, 1]}, {"count": 3, "devices": [2, 3, 4]}),
+    ],
+)
+def test_the_gpus_are_divided_between_learner_and_generators(
+    gpus: int, learner: dict[str, Any], generator: dict[str, Any]
+):
+    init("--model", "m", "--data", "sums.csv", "--gpus", str(gpus))
+    raw = tomllib.loads(Path("run.toml").read_text())
+    assert raw["learner"].items() >= learner.items()
+    assert raw["generator"].items() >= generator.items()
+    load_config("run.toml")
+
+
+@pytest.mark.parametrize(("size", "lr"), [(1 << 20, 2e-5), ((40 << 20) + 1, 1e-5), (538 << 20, 1e-5), (1 << 30, 1e-6)])
+def test_a_model_of_few_weights_gets_a_learning_rate_that_moves_it(size: int, lr: float):
+    Path("model").mkdir()
+    with Path("model/model.safetensors").open("wb") as file:
+        file.truncate(size)
+    init("--model", "model", "--data", "sums.csv", "--gpus", "0")
+    assert load_config("run.toml").optimizer.lr == lr
+
+
+def test_rows_with_tests_get_the_code_reward():
+    row = {"prompt": "Add.", "test_cases": {"inputs": ["1 2"], "outputs": ["3"]}}
+    Path("code.jsonl").write_text(json.dumps(row) + "\n")
+    init("--model", "m", "--data", "code.jsonl", "--gpus", "0")
+    assert load_config("run.toml").reward.type == "code"
+
+
+@pytest.mark.parametrize(
+    ("row", "commands"),
+    [
+        ({"prompt": "q", "chosen": "a", "rejected": "b"}, "`async-rl dpo` and `async-rl rm`"),
+        ({"prompt": "q", "completion": "a", "label": True}, '`async-rl dpo` with dpo.loss = "kto"'),
+        ({"prompt": "q", "response": "a"}, "`async-rl sft`"),
+        ({"prompt": "q", "response": "a", "gt_answer": "a"}, None),
+    ],
+)
+def test_rows_of_another_command_get_a_note(
+    row: dict[str, object], commands: str | None, capsys: pytest.CaptureFixture[str]
+):
+    Path("rows.jsonl").write_text(json.dumps(row) + "\n")
+    init("--model", "m", "--data", "rows.jsonl", "--gpus", "0", "--reward", "own")
+    said = capsys.readouterr().err
+    assert (f"{commands} can train on them without a reward" if commands else "") in said
+    assert ("note: the rows of rows.jsonl" in said) == (commands is not None)
+
+
+def test_whole_solutions_get_an_own_reward_which_is_never_replaced(capsys: pytest.CaptureFixture[str]):
+    Path("gsm.jsonl").write_text(json.dumps({"question": "q", "answer": "2 + 2 = 4\n#### 4"}) + "\n")
+    init("--model", "m", "--data", "gsm.jsonl", "--gpus", "0")
+    config = load_config("run.toml")
+    assert config.reward.type == "reward.py:score"
+    assert config.generator.allow_code == ("reward.py",)
+    Path("reward.py").write_text("mine")
+    init("two.toml", "--model", "m", "--data", "gsm.jsonl", "--gpus", "0")
+    assert Path("reward.py").read_text() == "mine"
+    assert "reward.py exists and stays as it is" in capsys.readouterr().out
+    init("three.toml", "--model", "m", "--data", "gsm.jsonl", "--gpus", "0", "--reward", "boxed")
+    assert "seems to have whole solutions" in capsys.readouterr().err
+
+
+def own_score(text: str, reward_data: dict[str, Any]) -> float:
+    """The score of the written reward.py."""
+    return runpy.run_path("reward.py")["score"](RewardInput(text, reward_data, 8, 128, "stop"))
+
+
+def test_the_own_reward_finds_the_right_answer_in_the_text():
+    init("--model", "m", "--data", "sums.csv", "--reward", "own", "--gpus", "0")
+    assert own_score("it is 3", {"gt_answer": " 3 "}) == 1.0
+    assert own_score("it is 4", {"gt_answer": "3"}) == 0.0
+    assert own_score("it is 4", {"gt_answer": " "}) == 0.0
+
+
+def test_without_an_answer_column_the_own_reward_scores_nothing_until_it_is_written(
+    capsys: pytest.CaptureFixture[str],
+):
+    Path("poems.jsonl").write_text(json.dumps({"prompt": "Write a short poem."}) + "\n")
+    init("--model", "m", "--data", "poems.jsonl", "--gpus", "0")
+    assert load_config("run.toml").reward.type == "reward.py:score"
+    with pytest.raises(NotImplementedError, match=r"write here how good item\.text is"):
+        own_score("any text", {})
+    assert "reward.py: write its function score" in capsys.readouterr().out
+
+
+def test_config_and_own_reward_say_that_long_answers_lose_reward():
+    init("--model", "m", "--data", "sums.csv", "--reward", "own", "--gpus", "0")
+    assert (
+        "With reward.soft_overlong = true, long answers lose up to 1 of this reward." in Path("reward.py").read_text()
+    )
+    config = Path("run.toml").read_text()
+    assert "Whether long answers lose reward, also with your own reward" in config
+    assert "\nsoft_overlong = true\n" in config
+
+
+def test_without_evaluation_data_the_config_says_how_to_add_some():
+    init("--model", "m", "--data", "sums.csv", "--gpus", "0")
+    text = Path("run.toml").read_text()
+    assert "eval" not in tomllib.loads(text)
+    head, _, commented = text.rpartition("# [data.eval]\n")
+    Path("run.toml").write_text(head + "[data.eval]\n" + commented.replace("# ", ""))
+    config = load_config("run.toml")
+    assert (config.data.eval, config.eval.every) == ({"held_out": "held_out.jsonl"}, 25)
+
+
+@pytest.mark.parametrize("num_bytes", [100, 1000])
+def test_a_full_disk_leaves_no_half_written_pair(num_bytes: int, folder: Path, capsys: pytest.CaptureFixture[str]):
+    # 100 bytes cut reward.py. 1000 bytes hold it and cut the config.
+    arguments = ("--model", "m", "--data", "sums.csv", "--reward", "own", "--gpus", "0")
+    with file_size_limit(num_bytes):
+        assert "can't write" in refusal(capsys, "init", *arguments)
+    assert [path.name for path in folder.iterdir()] == ["sums.csv"]
+    init(*arguments)
+    assert len(Path("reward.py").read_text()) < 1000 < len(Path("run.toml").read_text())
+
+
+def test_a_failed_write_leaves_the_users_reward(folder: Path, capsys: pytest.CaptureFixture[str]):
+    Path("reward.py").write_text("mine")
+    Path("run.toml").symlink_to(folder / "nowhere" / "run.toml")
+    said = refusal(capsys, "init", "--model", "m", "--data", "sums.csv", "--reward", "own", "--gpus", "0")
+    assert "can't write run.toml: File exists" in said
+    assert Path("reward.py").read_text() == "mine"
+    assert Path("run.toml").is_symlink()
+
+
+def test_the_data_are_read_once(monkeypatch: pytest.MonkeyPatch):
+    opened: list[str] = []
+    source = init_module.Source
+    monkeypatch.setattr(init_module, "Source", lambda name: opened.append(name) or source(name))
+    monkeypatch.setattr(init_module, "_is_terminal", lambda: True)
+    monkeypatch.setattr(init_module.typer, "prompt", lambda _, **options: options["default"] or "sums.csv")
+    init("--data", "sums.csv", "--reward", "exact", "--eval", "", "--gpus", "0")
+    assert opened == ["sums.csv"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--data", "sums.csv"], "--model: expected a value, got none; pass it, or run"),
+        (["--model", "m"], "--data: expected a value"),
+        (["--model", "m", "--data", "nothing.csv"], "no dataset at nothing.csv"),
+        (
+            ["--model", "m", "--data", "sums.csv", "--answer-column", "x"],
+            "--answer-column: expected a column of sums.csv",
+        ),
+        (["--model", "m", "--data", "sums.csv", "--reward", "code"], "expected a column test_cases in sums.csv"),
+        (["--model", "m", "--data", "sums.csv", "--reward", "boxing"], "reward.type: expected"),
+        (["no/such/run.toml", "--model", "m", "--data", "sums.csv"], "expected a directory for no/such/run.toml"),
+        (["--model", "m", "--data", "empty.jsonl"], "expected at least one row in empty.jsonl"),
+    ],
+)
+def test_a_wrong_answer_is_one_message_and_nothing_is_written(
+    arguments: list[str], expected: str, folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    (folder / "empty.jsonl").touch()
+    assert expected in refusal(capsys, "init", *arguments)
+    assert not (folder / "run.toml").exists()
+    assert not (folder / "reward.py").exists()
+
+
+def test_an_existing_config_is_never_replaced(capsys: pytest.CaptureFixture[str]):
+    Path("run.toml").write_text("mine")
+    assert "run.toml exists" in refusal(capsys, "init", "--model", "m", "--data", "sums.csv")
+    assert Path("run.toml").read_text() == "mine"
+
+
+def test_a_terminal_is_asked_for_what_the_options_leave_open(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    asked: list[str] = []
+    answers = {"Model": "some/model", "Training": "sums.csv", "Reward": "exact", "Evaluation": "", "GPUs": "2"}
+
+    def answer(question: str, **_: object) -> str:
+        asked.append(question)
+        return answers[question.split()[0]]
+
+    monkeypatch.setattr(init_module, "_is_terminal", lambda: True)
+    monkeypatch.setattr(init_module.typer, "prompt", answer)
+    init()
+    assert [question.split()[0] for question in asked] == ["Model", "Training", "Reward", "Evaluation", "GPUs"]
+    assert load_config("run.toml").reward.type == "exact"
+    assert '  question: "What is 1+2?"' in capsys.readouterr().err
+
+
+def test_a_wrong_answer_in_a_terminal_is_asked_for_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    (folder / "models").mkdir()
+    (folder / "rows.jsonl").write_text('{"puzzle": "1+1", "solution_number": 2}\n')
+    answers = {
+        "Model": ["models/none", "models", "some/model"],
+        "Training": ["nothing.csv", "rows.jsonl"],
+        "Column": ["question", "puzzle"],
+        "Reward": ["boxing", "boxed", "own"],
+        "Evaluation": ["nothing.csv", "rows.jsonl"],
+        "GPUs": ["two", "0"],
+    }
+    monkeypatch.setattr(init_module, "_is_terminal", lambda: True)
+    monkeypatch.setattr(init_module.typer, "prompt", lambda question, **_: answers[question.split()[0]].pop(0))
+    init()
+    assert not any(answers.values())
+    said = capsys.readouterr().err
+    for message in (
+        "there is no models/none",
+        "a directory without config.json",
+        "no dataset at nothing.csv",
+        "expected a column of rows.jsonl",
+        "got 'boxing'",
+        "expected a column with the right answers",
+        "got 'two'",
+    ):
+        assert message in said
+    config = load_config("run.toml")
+    assert (config.model.path, config.reward.type, config.generator.count) == ("some/model", "reward.py:score", 1)
+    assert config.data.columns == {"prompt": "puzzle"}
+
+
+def test_a_model_with_a_short_context_gets_lengths_that_fit(folder: Path):
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text(json.dumps({"max_position_embeddings": 65}))
+    init("--model", "model", "--data", "sums.csv", "--gpus", "0")
+    sampling = load_config("run.toml").sampling
+    assert (sampling.max_prompt_tokens, sampling.max_new_tokens) == (32, 33)
+
+
+def test_a_terminal_is_asked_nothing_if_model_and_data_are_given(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(init_module, "_is_terminal", lambda: True)
+    monkeypatch.setattr(init_module.typer, "prompt", lambda *_, **__: pytest.fail("asked"))
+    init("--model", "m", "--data", "sums.csv")
+    assert load_config("run.toml").reward.type == "boxed"
+
+
+def test_the_first_prompt_of_a_local_model_fits(folder: Path, capsys: pytest.CaptureFixture[str]):
+    task = write_tiny_task(folder)
+    # The tiny model's characters spell out the default system message of boxed in more tokens than there is room for.
+    init("--model", task["model"], "--data", task["train"], "--reward", "boxed", "--gpus", "0")
+    assert load_config("run.toml").data.system_prompt == ""
+    assert "so data.system_prompt is empty" in capsys.readouterr().err
+    described = Path(task["model"], "config.json")
+    described.write_text(json.dumps(json.loads(described.read_text()) | {"max_position_embeddings": 4096}))
+    (folder / "long.jsonl").write_text(json.dumps({"prompt": "1+" * 150, "gt_answer": "150"}) + "\n")
+    init("long.toml", "--model", task["model"], "--data", "long.jsonl", "--reward", "own", "--gpus", "0")
+    config = load_config("long.toml")
+    assert (config.data.system_prompt, config.sampling.max_prompt_tokens) == (None, 600)
+
+
+@pytest.mark.slow
+def test_doctor_passes_what_init_writes(folder: Path, capsys: pytest.CaptureFixture[str]):
+    task = write_tiny_task(folder)
+    init(
+        "--model", task["model"], "--data", task["train"], "--eval", task["held_out"], "--reward", "own", "--gpus", "0"
+    )
+    with pytest.raises(SystemExit) as leaving:
+        main(["doctor", "run.toml"])
+    assert not leaving.value.code, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("answer", ["so it is \\boxed{4}", "2+2=4 #### 4", "two lines:\n4"])
+def test_a_whole_solution_gets_an_own_reward_and_a_note(answer: str, capsys: pytest.CaptureFixture[str]):
+    Path("solutions.jsonl").write_text(json.dumps({"question": "2+2?", "answer": answer}) + "\n")
+    init("--model", "m", "--data", "solutions.jsonl", "--gpus", "0")
+    assert load_config("run.toml").reward.type == "reward.py:score"
+    init("boxed.toml", "--model", "m", "--data", "solutions.jsonl", "--gpus", "0", "--reward", "boxed")
+    assert "whole solutions" in capsys.readouterr().err

@@ -1,0 +1,46 @@
+"""The quickstart's task: disjoint sets, right answers, and a pupil who forgets carries."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from async_rl.extensions.quickstart import sums
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_held_out_pairs_are_in_neither_the_warm_start_nor_the_training_rows(tmp_path: Path, seed: int):
+    sums.write_task(tmp_path, seed=seed)
+    rows = {
+        name: [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("sft", "train", "held_out")
+    }
+    questions = {
+        "sft": {row["prompt"] for row in rows["sft"]},
+        "train": {row["messages"][0]["content"] for row in rows["train"]},
+        "held_out": {row["messages"][0]["content"] for row in rows["held_out"]},
+    }
+    assert len(questions["held_out"]) == len(rows["held_out"]) >= 256
+    assert not questions["held_out"] & (questions["sft"] | questions["train"])
+    assert not questions["sft"] & questions["train"]
+
+
+def test_every_answer_is_the_sum(tmp_path: Path):
+    sums.write_task(tmp_path, seed=0)
+    for line in (tmp_path / "held_out.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        a, b = row["messages"][0]["content"].rstrip(":").split("+")
+        assert int(a) + int(b) == int(row["gt_answer"])
+
+
+def test_the_pupil_works_digit_by_digit():
+    # 37 + 48: 7 + 8 = 15, carry 1; 3 + 4 + 1 = 8; 85. Without the carry it comes to 75.
+    assert sums.working(37, 48, carry=True) == "7+8=15;3+4+1=8;\\boxed{85}"
+    assert sums.working(37, 48, carry=False) == "7+8=15;3+4=7;\\boxed{75}"
+
+
+def test_seven_sums_in_ten_have_a_carry_in_every_set():
+    for pairs in sums.split_pairs(0).values():
+        carries = Counter(a % 10 + b % 10 >= 10 for a, b in pairs)
+        assert 0.69 <= carries[True] / len(pairs) <= 0.71
