@@ -25,6 +25,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from async_rl.config.offline import SftConfig
 from async_rl.data.chat import load_tokenizer, model_directory
@@ -33,8 +35,10 @@ from async_rl.extensions.offline.forms import supervised_parts
 from async_rl.extensions.offline.rows import RowEncoder, load_rows, template_fields
 from async_rl.extensions.offline.run import Metrics, OfflineTask
 from async_rl.extensions.offline.scores import chunks_of, numbered, summed_logprobs
+from async_rl.extensions.offline.slopes import LinearObjective
 from async_rl.learner.interface import Engine, UpdateStats
-from async_rl.learner.losses.objective import Objective, SupervisedObjective
+from async_rl.learner.losses.batch import LossBatch
+from async_rl.learner.losses.objective import Objective
 from async_rl.learner.sequences import TrainSequence
 
 if TYPE_CHECKING:
@@ -43,6 +47,16 @@ if TYPE_CHECKING:
 
 Turns = tuple[TrainSequence, ...]
 """The sequences of one row."""
+
+
+class SupervisedObjective(LinearObjective):
+    """The mean negative log-likelihood of all trained tokens."""
+
+    def slopes(self, batch: LossBatch) -> Tensor:
+        return torch.full_like(batch.advantages, -1.0)
+
+    def denominator(self, sums: Tensor) -> float:
+        return self.statistics.value(sums, "tokens")
 
 
 class Supervised(OfflineTask[Turns]):

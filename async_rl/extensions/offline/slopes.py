@@ -14,6 +14,7 @@ trained tokens.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -23,9 +24,38 @@ from torch import Tensor
 
 from async_rl.learner.data.batch import along_tokens
 from async_rl.learner.interface import PolicyScores
-from async_rl.learner.losses.batch import LossBatch
-from async_rl.learner.losses.objective import LinearObjective
+from async_rl.learner.losses.batch import IndexedSlopeFunction, LossBatch, Slopes, TokenLogprobs
+from async_rl.learner.losses.objective import MicroBatchResult, PlainObjective
+from async_rl.learner.losses.parts import check_shapes
 from async_rl.learner.sequences import TrainSequence
+
+
+class LinearObjective(PlainObjective, ABC):
+    """A sum over trained tokens of a slope, known beforehand, times the token's value."""
+
+    @abstractmethod
+    def slopes(self, batch: LossBatch) -> Tensor:
+        """Return the slopes of the trained tokens, float32 [N]."""
+
+    @abstractmethod
+    def denominator(self, sums: Tensor) -> float: ...
+
+    def __call__(self, batch: LossBatch, scored: TokenLogprobs, *, version: int) -> MicroBatchResult:
+        slopes_N = self.slopes(batch)
+        check_shapes(scored.logprobs, slopes_N)  # one value and none would multiply to none
+        loss_sum = (scored.logprobs * slopes_N).sum(dtype=torch.float64)
+        entropy = scored.entropies.detach().sum(dtype=torch.float64)
+        num_tokens = torch.full_like(entropy, len(scored.logprobs))
+        sums = self.statistics.flat(
+            {"denominator": num_tokens, "loss": loss_sum, "tokens": num_tokens, "entropy": entropy}
+        )
+        nothing = torch.zeros(batch.num_sequences, dtype=torch.bool, device=sums.device)
+        return MicroBatchResult(loss_sum, sums, nothing, sums.new_zeros(()))
+
+    def predict_slopes(self, batch: LossBatch, *, version: int) -> IndexedSlopeFunction:
+        """Return the slopes themselves: the prediction is exact."""
+        slopes_N = self.slopes(batch)
+        return lambda place, _: Slopes(slopes_N[place])
 
 
 class SlopeObjective(LinearObjective):

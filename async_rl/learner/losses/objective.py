@@ -1,14 +1,12 @@
 """The losses that the engine can train with, as objects that it calls for each micro-batch.
 
-``PolicyObjective`` is for reinforcement learning, ``SupervisedObjective`` for given answers. An objective returns a
-loss to backpropagate, and statistics. Statistics are sums and counts over trained tokens, so they can be added over
-micro-batches and ranks, however the step is cut. ``engine/fsdp_engine.py`` calls this on every rank. N = trained
-tokens, S = sequences.
+``PolicyObjective`` is that of reinforcement learning. An objective returns a loss to backpropagate, and statistics.
+Statistics are sums and counts over trained tokens, so they can be added over micro-batches and ranks, however the step
+is cut. ``engine/fsdp_engine.py`` calls this on every rank. N = trained tokens, S = sequences.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -24,7 +22,7 @@ from async_rl.learner.losses.batch import IndexedSlopeFunction, LossBatch, Slope
 from async_rl.learner.losses.diagnostics import COLUMNS, diagnostic_sums, k3_sum_and_tokens, summarise
 from async_rl.learner.losses.own import OwnLoss
 from async_rl.learner.losses.own_trial import load_own_loss
-from async_rl.learner.losses.parts import LOG_RATIO_LIMIT, aggregate, check_shapes, sum_by
+from async_rl.learner.losses.parts import LOG_RATIO_LIMIT, aggregate, sum_by
 from async_rl.learner.losses.policy import PolicyInputs, PolicyLoss, policy_loss, with_teacher
 from async_rl.learner.losses.rules import Verdict, why_skip
 from async_rl.learner.losses.statistics import Statistics
@@ -250,44 +248,6 @@ class PlainObjective:
 
     def why_skip(self, sums: Tensor) -> str:
         return ""
-
-
-class LinearObjective(PlainObjective, ABC):
-    """A sum over trained tokens of a slope, known beforehand, times the token's value."""
-
-    @abstractmethod
-    def slopes(self, batch: LossBatch) -> Tensor:
-        """Return the slopes of the trained tokens, float32 [N]."""
-
-    @abstractmethod
-    def denominator(self, sums: Tensor) -> float: ...
-
-    def __call__(self, batch: LossBatch, scored: TokenLogprobs, *, version: int) -> MicroBatchResult:
-        slopes_N = self.slopes(batch)
-        check_shapes(scored.logprobs, slopes_N)  # one value and none would multiply to none
-        loss_sum = (scored.logprobs * slopes_N).sum(dtype=torch.float64)
-        entropy = scored.entropies.detach().sum(dtype=torch.float64)
-        num_tokens = torch.full_like(entropy, len(scored.logprobs))
-        sums = self.statistics.flat(
-            {"denominator": num_tokens, "loss": loss_sum, "tokens": num_tokens, "entropy": entropy}
-        )
-        nothing = torch.zeros(batch.num_sequences, dtype=torch.bool, device=sums.device)
-        return MicroBatchResult(loss_sum, sums, nothing, sums.new_zeros(()))
-
-    def predict_slopes(self, batch: LossBatch, *, version: int) -> IndexedSlopeFunction:
-        """Return the slopes themselves: the prediction is exact."""
-        slopes_N = self.slopes(batch)
-        return lambda place, _: Slopes(slopes_N[place])
-
-
-class SupervisedObjective(LinearObjective):
-    """The mean negative log-likelihood of all trained tokens."""
-
-    def slopes(self, batch: LossBatch) -> Tensor:
-        return torch.full_like(batch.advantages, -1.0)
-
-    def denominator(self, sums: Tensor) -> float:
-        return self.statistics.value(sums, "tokens")
 
 
 def _inputs(batch: LossBatch, scored: TokenLogprobs, version: int, place: slice | Tensor = slice(None)) -> PolicyInputs:

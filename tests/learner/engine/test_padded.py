@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from async_rl.errors import ModelError
+from async_rl.extensions.offline.sft import SupervisedObjective
 from async_rl.learner.checkpoints.stored_tensors import OPTIMIZER, load_tensors
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.engine.model import PolicyModel
 from async_rl.learner.engine.packing_choice import choose_packing
-from async_rl.learner.losses.objective import SupervisedObjective
 from async_rl.learner.ranks import init_ranks
 from async_rl.learner.sequences import TrainSequence
 from tests.learner.engine.families import CONVOLUTION, LONGROPE, STATEFUL, WINDOW, causal_lm

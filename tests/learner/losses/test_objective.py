@@ -1,4 +1,4 @@
-"""Objectives: sums of a micro-batch, statistics of a step, the limits that skip a step; the supervised loss."""
+"""Objectives: sums of a micro-batch, statistics of a step, the limits that skip a step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from async_rl.learner.losses.batch import TokenLogprobs
 from async_rl.learner.losses.objective import (
     PolicyObjective,
     StepOutcome,
-    SupervisedObjective,
     policy_objective,
     update_stats,
 )
@@ -77,14 +76,6 @@ def test_kl_to_the_reference_is_a_mean_over_trained_tokens():
     assert update_stats(result.sums, 1.0, [], STEPPED, objective=without).reference_kl is None
 
 
-def test_supervised_sums_have_no_rows_of_lags():
-    batch, scored = a_batch([1.0, 1.0])
-    result = SupervisedObjective()(batch, scored, version=0)
-    stats = update_stats(result.sums, 0.0, [], STEPPED, objective=SupervisedObjective())
-    assert (stats.loss, stats.tokens_trained, stats.entropy, stats.mismatch_kl) == (1.0, 2, 0.5, {})
-    assert SupervisedObjective().why_skip(result.sums) == ""
-
-
 def test_objective_of_a_config_knows_its_longest_answer_and_oldest_token(tmp_path: Any):
     config = tiny_config(tmp_path, "m", queue={"max_staleness": 6}, sampling={"max_new_tokens": 99})
     objective = policy_objective(config)
@@ -114,23 +105,3 @@ def test_limits_look_at_what_is_left_to_train_on():
     # The sequence is skipped: nothing is left that could be too far.
     loss = LossConfig(skip_threshold=2.0, max_kl=0.1, min_ess=0.9)
     assert PolicyObjective(loss, 2, 8).why_skip(sums_of([4.0, 1.0], loss)) == ""
-
-
-def test_supervised_training_counts_every_token_once():
-    # Log-probabilities -1, ln 2 - 1 and ln 4 - 1.
-    batch, scored = a_batch([1.0, 2.0, 4.0])
-    result = SupervisedObjective()(batch, scored, version=0)
-    result.loss_sum.backward()
-    assert result.loss_sum.item() == pytest.approx(3 - math.log(8), rel=1e-6)
-    assert result.sums.tolist() == pytest.approx([3.0, 3 - math.log(8), 3.0, 1.5], rel=1e-6)
-    assert scored.logprobs.grad is not None
-    assert scored.logprobs.grad.tolist() == [-1.0, -1.0, -1.0]
-
-
-def test_supervised_training_on_no_tokens_is_zero_and_carries_a_gradient():
-    batch, _ = a_batch([])
-    hidden = torch.ones(2, requires_grad=True)
-    result = SupervisedObjective()(batch, TokenLogprobs(hidden[:0], torch.zeros(0)), version=0)
-    result.loss_sum.backward()
-    assert (result.loss_sum.item(), result.sums[0].item()) == (0.0, 0.0)
-    assert hidden.grad is not None
