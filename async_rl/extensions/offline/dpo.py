@@ -20,14 +20,11 @@ from torch import Tensor
 
 from async_rl.config.config import Config
 from async_rl.config.offline import DpoConfig
-from async_rl.data.chat import load_tokenizer, model_directory
-from async_rl.data.turn_end import turn_ends
 from async_rl.extensions.offline.pairs import LabelledAnswer, Pair, load_labelled, load_pairs
 from async_rl.extensions.offline.preference import PAIR_LOSSES, PairValues, kto_kl, kto_loss, log_odds_ratio
 from async_rl.extensions.offline.reference import reference_logprobs
-from async_rl.extensions.offline.rows import RowEncoder
 from async_rl.extensions.offline.run import Metrics, OfflineTask
-from async_rl.extensions.offline.scores import chunks_of, numbered, summed_logprobs
+from async_rl.extensions.offline.scores import numbered, summed_in_chunks, summed_logprobs
 from async_rl.extensions.offline.slopes import SlopeObjective, sequence_slopes
 from async_rl.learner.interface import Engine, UpdateStats
 from async_rl.learner.losses.objective import Objective
@@ -49,13 +46,6 @@ class _Preferences(OfflineTask[Preference]):
     def objective(self) -> Objective:
         return SlopeObjective()
 
-    def encoder(self) -> RowEncoder:
-        """Return what turns rows into tokens."""
-        tokenizer = load_tokenizer(self.config.model.path, needs_template=False)
-        arguments = self.config.data.template_arguments
-        ends = turn_ends(tokenizer, model_directory(self.config.model.path), arguments)
-        return RowEncoder(tokenizer, arguments, max_length=self.section.max_length, section=self.name, ends=ends)
-
     def sequences(self, row: Preference) -> Sequence[TrainSequence]:
         return row.sequences
 
@@ -69,8 +59,8 @@ class _Preferences(OfflineTask[Preference]):
         return [replace(row, reference=(first, second)) for row, (first, second) in zip(rows, scored, strict=True)]
 
     def evaluate(self, engine: Engine, rows: Sequence[Preference]) -> Metrics:
-        scored = [sums for chunk in chunks_of(rows) for sums in summed_logprobs(engine, [r.sequences for r in chunk])]
-        return self.metrics(rows, torch.tensor(scored, dtype=torch.float64))
+        sums = summed_in_chunks(engine, [row.sequences for row in rows])
+        return self.metrics(rows, torch.tensor(sums, dtype=torch.float64))
 
     @abstractmethod
     def metrics(self, rows: Sequence[Preference], sums_R2: Tensor) -> Metrics:
@@ -131,7 +121,7 @@ class LabelledAnswers(_Preferences[LabelledAnswer]):
     """``async-rl dpo`` with ``dpo.loss = "kto"``. The mismatched answers are scored, but not trained on."""
 
     def load_rows(self, source: str, key: str) -> list[LabelledAnswer]:
-        return load_labelled(source, key, self.encoder(), self.config.data.ignore, max_length=self.section.max_length)
+        return load_labelled(source, key, self.encoder(), self.config.data.ignore)
 
     def figure(self, row: LabelledAnswer) -> float:
         return float(row.is_good)

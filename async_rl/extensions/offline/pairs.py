@@ -29,13 +29,17 @@ Row = TypeVar("Row")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pair:
-    """Two answers to one prompt. ``reference`` has their summed log-probabilities under the reference model, in nats;
-    0 if there is none.
+    """A better and a worse answer to one prompt.
+
+    Attributes:
+        reference: their summed log-probabilities under the reference model, in nats; 0 if there is none.
+        margin: by how much a reward model's scores should differ at least; 0 if the row does not say.
     """
 
     chosen: TrainSequence
     rejected: TrainSequence
     reference: tuple[float, float] = (0.0, 0.0)
+    margin: float = 0.0
 
     @property
     def sequences(self) -> tuple[TrainSequence, TrainSequence]:
@@ -140,9 +144,7 @@ def _without_loss(sequence: TrainSequence, size: int) -> TrainSequence:
     return train_sequence(sequence.sequence_id, sequence.token_ids, mask)
 
 
-def load_labelled(
-    source: str, key: str, encoder: RowEncoder, ignore: Collection[str] = (), *, max_length: int
-) -> list[LabelledAnswer]:
+def load_labelled(source: str, key: str, encoder: RowEncoder, ignore: Collection[str] = ()) -> list[LabelledAnswer]:
     """Read the labelled answers of the dataset ``source``, which the config key ``key`` names, without the columns
     ``ignore``.
 
@@ -165,7 +167,7 @@ def load_labelled(
     encoder.say_what_was_cut(key)
     others = [answer for answer, _ in [*rows[1:], rows[0]]]
     return [
-        LabelledAnswer(answer, _exchanged(answer, other, max_length), is_good)
+        LabelledAnswer(answer, _exchanged(answer, other, encoder.max_length), is_good)
         for (answer, is_good), other in zip(rows, others, strict=True)
     ]
 

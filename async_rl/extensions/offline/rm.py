@@ -18,9 +18,7 @@ import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,10 +29,10 @@ from async_rl.config.offline import RmConfig
 from async_rl.data.chat import load_tokenizer
 from async_rl.errors import DataError
 from async_rl.extensions.offline.forms import pair_parts
-from async_rl.extensions.offline.pairs import EqualAnswers
+from async_rl.extensions.offline.pairs import EqualAnswers, Pair
 from async_rl.extensions.offline.rows import RowEncoder, load_rows, train_sequence
 from async_rl.extensions.offline.run import Metrics, OfflineTask
-from async_rl.extensions.offline.scores import chunks_of, numbered, summed_logprobs
+from async_rl.extensions.offline.scores import numbered, summed_in_chunks
 from async_rl.extensions.offline.slopes import SlopeObjective, sequence_slopes
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.engine.optimizer import Schedule
@@ -43,25 +41,7 @@ from async_rl.learner.losses.objective import Objective
 from async_rl.learner.ranks import Ranks
 from async_rl.learner.sequences import TrainSequence
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """A better and a worse answer to one prompt, each as a sequence whose only trained token stands for its end.
-
-    Attributes:
-        chosen: the better one.
-        rejected: the worse one.
-        margin: by how much the scores should differ at least; 0 if the row does not say.
-    """
-
-    chosen: TrainSequence
-    rejected: TrainSequence
-    margin: float
 
 
 class RewardModel(OfflineTask[Pair]):
@@ -83,16 +63,16 @@ class RewardModel(OfflineTask[Pair]):
             head="value",
         )  # fmt: skip
 
-    def load_rows(self, source: str, key: str) -> list[Pair]:
+    def encoder(self) -> RowEncoder:
         tokenizer = load_tokenizer(self.config.model.path, needs_template=False)
-        data = self.config.data
-        return load_pairs(
-            source, tokenizer, max_length=self.section.max_length, key=key, ignore=data.ignore,
-            arguments=data.content_argument,
-        )  # fmt: skip
+        arguments = self.config.data.content_argument
+        return RowEncoder(tokenizer, arguments, max_length=self.section.max_length, section=self.name)
+
+    def load_rows(self, source: str, key: str) -> list[Pair]:
+        return load_scored_pairs(source, key, self.encoder(), self.config.data.ignore)
 
     def sequences(self, row: Pair) -> Sequence[TrainSequence]:
-        return [row.chosen, row.rejected]
+        return row.sequences
 
     def figure(self, row: Pair) -> float:
         return row.margin
@@ -111,10 +91,8 @@ class RewardModel(OfflineTask[Pair]):
 
     def _scores(self, engine: Engine, pairs: Sequence[Pair]) -> Tensor:
         """Return the scores of both answers of each pair, which take turns, float64 [S]."""
-        rows = [
-            row for chunk in chunks_of(pairs) for row in summed_logprobs(engine, [self.sequences(p) for p in chunk])
-        ]
-        return torch.tensor(rows, dtype=torch.float64).reshape(-1)
+        scores = summed_in_chunks(engine, [pair.sequences for pair in pairs])
+        return torch.tensor(scores, dtype=torch.float64).reshape(-1)
 
 
 def bradley_terry_loss(chosen_P: Tensor, rejected_P: Tensor, margins_P: Tensor) -> Tensor:
@@ -151,19 +129,14 @@ def _margins(pairs: Sequence[Pair]) -> Tensor:
     return torch.tensor([pair.margin for pair in pairs], dtype=torch.float64)
 
 
-def load_pairs(
-    source: str, tokenizer: PreTrainedTokenizerBase, *, max_length: int, key: str, ignore: Collection[str] = (),
-    arguments: Mapping[str, Any] = MappingProxyType({}),
-) -> list[Pair]:  # fmt: skip
-    """Read and tokenise the pairs of the dataset ``source``, without the columns ``ignore``. ``key`` names it in
-    messages. ``arguments`` are those of ``RowEncoder``.
+def load_scored_pairs(source: str, key: str, encoder: RowEncoder, ignore: Collection[str] = ()) -> list[Pair]:
+    """Read the pairs of the dataset ``source``, which the config key ``key`` names, without the columns ``ignore``. The
+    only trained token of a sequence stands for its end.
 
     Raises:
         DataError: the dataset can't be read, or has no row, a bad row, or no pair that is short enough.
     """
-    encoder = RowEncoder(tokenizer, arguments, max_length=max_length, section="rm")
-    too_long: set[int] = set()
-    equal = EqualAnswers(key)
+    max_length, too_long, equal = encoder.max_length, set[int](), EqualAnswers(key)
 
     def encode(index: int, where: str, row: Mapping[str, Any]) -> Pair | None:
         prompt, *answers = pair_parts(row, where)
@@ -175,7 +148,7 @@ def load_pairs(
         if equal.are_equal(answers, *sides):
             return None
         chosen, rejected = (_with_end(2 * index + place, side) for place, side in enumerate(sides))
-        return Pair(chosen, rejected, margin)
+        return Pair(chosen, rejected, margin=margin)
 
     rows = load_rows(source, key, encode, ignore)
     if too_long:

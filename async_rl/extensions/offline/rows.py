@@ -105,7 +105,7 @@ class RowEncoder:
         Args:
             tokenizer: that of the model.
             arguments: those of the config. A row's own tools have precedence.
-            max_length: longer sequences are cut on the right.
+            max_length: longer sequences are cut on the right. Also an attribute.
             section: the config section with ``max_length``, for messages.
             ends: the tokens that end a turn; if None, those that the tokenizer knows.
 
@@ -114,7 +114,7 @@ class RowEncoder:
         """
         check_arguments(tokenizer, arguments)
         self._tokenizer, self._arguments = tokenizer, arguments
-        self._max_length, self._section = max_length, section
+        self.max_length, self._section = max_length, section
         self._ends = ends or turn_ends(tokenizer, arguments=arguments)
         self._splitter = TurnSplitter(tokenizer, self._ends)
         self._num_encoded = self._num_cut = self._num_left_out = 0
@@ -176,7 +176,7 @@ class RowEncoder:
         trained = [sequence for sequence in sequences if sequence.loss_mask.any()]
         if not trained:
             raise DataError(
-                f"{where}: expected a token of the answer within the first {self._max_length} tokens, got none; raise "
+                f"{where}: expected a token of the answer within the first {self.max_length} tokens, got none; raise "
                 f"{self._section}.max_length, or remove the row"
             )
         self._num_left_out += len(sequences) - len(trained)
@@ -187,8 +187,8 @@ class RowEncoder:
         loss_mask = np.array([trained for _, mask in segments for trained in mask], dtype=np.bool_)
         loss_mask[:1] = False  # nothing predicts a first token
         self._num_encoded += 1
-        self._num_cut += len(token_ids) > self._max_length
-        return train_sequence(index, token_ids[: self._max_length], loss_mask[: self._max_length])
+        self._num_cut += len(token_ids) > self.max_length
+        return train_sequence(index, token_ids[: self.max_length], loss_mask[: self.max_length])
 
     def encode_whole(self, index: int, text: str, where: str) -> TrainSequence:
         """Return the sequence of ``text``, all of which is trained on. Its ``sequence_id`` is ``index``.
@@ -240,12 +240,12 @@ class RowEncoder:
         if self._num_cut:
             logger.warning(
                 "%s: cut the end of %d of %d sequences, which have more than %s.max_length = %d tokens",
-                key, self._num_cut, self._num_encoded, self._section, self._max_length,
+                key, self._num_cut, self._num_encoded, self._section, self.max_length,
             )  # fmt: skip
         if self._num_left_out:
             logger.warning(
                 "%s: left out %d assistant messages that begin after %s.max_length = %d tokens",
-                key, self._num_left_out, self._section, self._max_length,
+                key, self._num_left_out, self._section, self.max_length,
             )  # fmt: skip
 
     def _arguments_of(self, tools: Any, variables: Any, where: str) -> Mapping[str, Any]:

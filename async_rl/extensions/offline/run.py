@@ -22,12 +22,13 @@ from typing import Any, ClassVar, Generic, TypeVar
 from async_rl.config.config import Config
 from async_rl.config.learner import check_offload
 from async_rl.config.offline import OfflineConfig
-from async_rl.data.chat import load_tokenizer, vocabulary_size
+from async_rl.data.chat import load_tokenizer, model_directory, vocabulary_size
+from async_rl.data.turn_end import turn_ends
 from async_rl.data.untrained_rows import untrained_end
 from async_rl.data.vocabulary import check_embedded
 from async_rl.errors import ConfigError, RunError, StoppedError
 from async_rl.extensions.offline.batches import batch_of
-from async_rl.extensions.offline.rows import digest_of
+from async_rl.extensions.offline.rows import RowEncoder, digest_of
 from async_rl.learner.checkpoints.files import checkpoint_name, latest_checkpoint, read_extra
 from async_rl.learner.checkpoints.resume import find_resume_point, take_over
 from async_rl.learner.checkpoints.writer import CheckpointWriter
@@ -95,6 +96,13 @@ class OfflineTask(ABC, Generic[Row]):
         return {f"{self.name}.data": self.section.data or ""} | {
             f"{self.name}.eval.{name}": source for name, source in self.section.eval.items()
         }
+
+    def encoder(self) -> RowEncoder:
+        """Return what turns rows into tokens."""
+        path, arguments = self.config.model.path, self.config.data.template_arguments
+        tokenizer = load_tokenizer(path, needs_template=False)
+        ends = turn_ends(tokenizer, model_directory(path), arguments)
+        return RowEncoder(tokenizer, arguments, max_length=self.section.max_length, section=self.name, ends=ends)
 
     @abstractmethod
     def load_rows(self, source: str, key: str) -> list[Row]:

@@ -31,6 +31,11 @@ def summed_logprobs(engine: Engine, rows: Sequence[Sequence[TrainSequence]]) -> 
     return sums.view(len(rows), -1).tolist()
 
 
+def summed_in_chunks(engine: Engine, rows: Sequence[Sequence[TrainSequence]]) -> list[list[float]]:
+    """Return ``summed_logprobs`` of any number of rows."""
+    return [sums for chunk in chunks_of(rows) for sums in summed_logprobs(engine, chunk)]
+
+
 def numbered(sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
     """Return the sequences with ids that are unique: a step may hold a row twice, and a row may have two sequences."""
     return [replace(sequence, sequence_id=number) for number, sequence in enumerate(sequences)]

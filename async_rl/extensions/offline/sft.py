@@ -19,31 +19,22 @@ refused beside these; others are ignored. Rows longer than ``sft.max_length`` ar
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from itertools import groupby
-from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from async_rl.config.offline import SftConfig
-from async_rl.data.chat import load_tokenizer, model_directory
-from async_rl.data.turn_end import TurnEnds, turn_ends
 from async_rl.extensions.offline.forms import supervised_parts
 from async_rl.extensions.offline.rows import RowEncoder, load_rows, template_fields
 from async_rl.extensions.offline.run import Metrics, OfflineTask
-from async_rl.extensions.offline.scores import chunks_of, numbered, summed_logprobs
+from async_rl.extensions.offline.scores import numbered, summed_in_chunks
 from async_rl.extensions.offline.slopes import LinearObjective
 from async_rl.learner.interface import Engine, UpdateStats
 from async_rl.learner.losses.batch import LossBatch
 from async_rl.learner.losses.objective import Objective
 from async_rl.learner.sequences import TrainSequence
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 
 Turns = tuple[TrainSequence, ...]
 """The sequences of one row."""
@@ -73,19 +64,8 @@ class Supervised(OfflineTask[Turns]):
         return SupervisedObjective()
 
     def load_rows(self, source: str, key: str) -> list[Turns]:
-        tokenizer = load_tokenizer(self.config.model.path, needs_template=False)
-        arguments = self.config.data.template_arguments
-        sequences = load_sft_rows(
-            source,
-            tokenizer,
-            max_length=self.section.max_length,
-            arguments=arguments,
-            key=key,
-            only_last=self.section.turns == "last",
-            ignore=self.config.data.ignore,
-            ends=turn_ends(tokenizer, model_directory(self.config.model.path), arguments),
-        )
-        return [tuple(row) for _, row in groupby(sequences, key=lambda sequence: sequence.sequence_id)]
+        only_last = self.section.turns == "last"
+        return load_sft_rows(source, key, self.encoder(), self.config.data.ignore, only_last=only_last)
 
     def sequences(self, row: Turns) -> Sequence[TrainSequence]:
         return row
@@ -97,41 +77,28 @@ class Supervised(OfflineTask[Turns]):
 
     def evaluate(self, engine: Engine, rows: Sequence[Turns]) -> Metrics:
         sequences = [sequence for row in rows for sequence in row]
-        scored = [
-            sums for chunk in chunks_of(sequences) for (sums,) in summed_logprobs(engine, [[one] for one in chunk])
-        ]
-        return {"loss": -sum(scored) / sum(np.count_nonzero(one.loss_mask) for one in sequences)}
+        scored = summed_in_chunks(engine, [[one] for one in sequences])
+        return {"loss": -sum(sums for (sums,) in scored) / sum(np.count_nonzero(one.loss_mask) for one in sequences)}
 
 
 def load_sft_rows(
-    source: str | Path,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    max_length: int,
-    arguments: Mapping[str, Any] = MappingProxyType({}),
-    key: str = "sft.data",
-    only_last: bool = False,
-    ignore: Collection[str] = (),
-    ends: TurnEnds | None = None,
-) -> list[TrainSequence]:
-    """Read and tokenise the rows of the dataset ``source``. The ``sequence_id`` of each sequence is its row's index.
+    source: str, key: str, encoder: RowEncoder, ignore: Collection[str] = (), *, only_last: bool = False
+) -> list[Turns]:
+    """Read the rows of the dataset ``source``, which the config key ``key`` names, without the columns ``ignore``.
 
-    ``arguments`` are the variables of the chat template in addition to the messages. ``key`` names the dataset in
-    messages. ``only_last`` trains only the last assistant message. ``ignore`` names columns that are left out. ``ends``
-    are the tokens that end a turn; if None, those that the tokenizer knows.
+    The ``sequence_id`` of each sequence is its row's index. ``only_last`` trains only the last assistant message.
 
     Raises:
         DataError: the dataset can't be read, or has no row or a bad row. The message names the row's place.
-        ModelError: the chat template does not read one of ``arguments``, or the tools of a row.
+        ModelError: the chat template does not read the tools of a row.
     """
-    encoder = RowEncoder(tokenizer, arguments, max_length=max_length, section="sft", ends=ends)
 
-    def encode(index: int, where: str, row: Mapping[str, Any]) -> list[TrainSequence]:
+    def encode(index: int, where: str, row: Mapping[str, Any]) -> Turns:
         prompt, answer = supervised_parts(row, where)
         if prompt is None:
-            return [encoder.encode_whole(index, str(answer), where)]
-        return encoder.encode_turns(index, prompt, answer, where, **template_fields(row), only_last=only_last)
+            return (encoder.encode_whole(index, str(answer), where),)
+        return tuple(encoder.encode_turns(index, prompt, answer, where, **template_fields(row), only_last=only_last))
 
-    rows = load_rows(str(source), key, encode, ignore)
+    rows = load_rows(source, key, encode, ignore)
     encoder.say_what_was_cut(key)
-    return [sequence for row in rows for sequence in row]
+    return rows

@@ -11,10 +11,8 @@ import pytest
 
 from async_rl.data.chat import load_tokenizer
 from async_rl.errors import DataError
-from async_rl.extensions.offline.pairs import LabelledAnswer, Pair, load_labelled, load_pairs
-from async_rl.extensions.offline.rm import load_pairs as load_scored
-from async_rl.extensions.offline.rows import RowEncoder
 from async_rl.learner.sequences import TrainSequence
+from tests.extensions.offline.read import labelled_of, pairs_of, scored_pairs
 from tests.extensions.offline.test_sft_rows import rows_file, spelled, write_in
 from tests.learner.tiny import tiny_model
 
@@ -30,15 +28,6 @@ CHAT = "<|user|>1+1<|end|>\n<|assistant|>"
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
     return load_tokenizer(tiny_model(tmp_path_factory.mktemp("model")))
-
-
-def pairs_of(path: Path, tokenizer: PreTrainedTokenizerBase, *, max_length: int = 100) -> list[Pair]:
-    return load_pairs(str(path), "dpo.data", RowEncoder(tokenizer, {}, max_length=max_length, section="dpo"))
-
-
-def labelled_of(path: Path, tokenizer: PreTrainedTokenizerBase, *, max_length: int = 100) -> list[LabelledAnswer]:
-    encoder = RowEncoder(tokenizer, {}, max_length=max_length, section="dpo")
-    return load_labelled(str(path), "dpo.data", encoder, max_length=max_length)
 
 
 def split(tokenizer: PreTrainedTokenizerBase, sequence: TrainSequence) -> tuple[str, str]:
@@ -71,7 +60,7 @@ def test_every_form_of_a_pair_of_messages_means_the_same(
     row: dict[str, Any], form: str, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ):
     path = rows_file(tmp_path, row) if form == ".jsonl" else write_in(form, tmp_path, [row])
-    (scored,) = load_scored(str(path), tokenizer, max_length=100, key="rm.data")
+    (scored,) = scored_pairs(path, tokenizer)
     assert spelled(tokenizer, scored.chosen.token_ids[:-1]) == f"{CHAT}2<|end|>\n"
     assert spelled(tokenizer, scored.rejected.token_ids[:-1]) == f"{CHAT}3<|end|>\n"
     (pair,) = pairs_of(path, tokenizer)
@@ -93,7 +82,7 @@ def test_text_without_a_prompt_shares_what_both_answers_begin_with(tmp_path: Pat
     assert split(tokenizer, first.rejected) == ("1+1= ", "33<|end|>")
     assert split(tokenizer, second.chosen) == ("aa", "b<|end|>")
     assert split(tokenizer, second.rejected) == ("aa", "<|end|>")
-    assert len(load_scored(str(path), tokenizer, max_length=100, key="rm.data")) == 2
+    assert len(scored_pairs(path, tokenizer)) == 2
 
 
 def test_pairs_of_equal_answers_are_left_out_and_counted(
@@ -114,11 +103,11 @@ def test_pairs_of_equal_answers_are_left_out_and_counted(
     assert "5 of 6 pairs have two equal answers, 2 of them since they were cut" in caplog.text
     assert "dpo.data: cut the end of 4 of 12 sequences, which have more than dpo.max_length = 20 tokens" in caplog.text
     caplog.clear()
-    assert len(load_scored(str(path), tokenizer, max_length=100, key="rm.data")) == 3
+    assert len(scored_pairs(path, tokenizer)) == 3
     assert "rm.data: 3 of 6 pairs have two equal answers; they teach nothing" in caplog.text
     for load in (
         lambda: pairs_of(rows_file(tmp_path, *same), tokenizer),
-        lambda: load_scored(str(rows_file(tmp_path, *same)), tokenizer, max_length=100, key="rm.data"),
+        lambda: scored_pairs(rows_file(tmp_path, *same), tokenizer),
     ):
         with pytest.raises(DataError, match="two different answers, got none: 3 of 3 pairs have two equal"):
             load()

@@ -13,10 +13,7 @@ import pytest
 
 from async_rl.data.chat import load_tokenizer
 from async_rl.errors import DataError
-from async_rl.extensions.offline.pairs import load_labelled, load_pairs
-from async_rl.extensions.offline.rm import load_pairs as load_scored
-from async_rl.extensions.offline.rows import RowEncoder
-from async_rl.extensions.offline.sft import load_sft_rows
+from tests.extensions.offline.read import labelled_of, pairs_of, scored_pairs, sft_rows
 from tests.extensions.offline.test_sft_rows import rows_file, spelled
 from tests.learner.tiny import tiny_model
 
@@ -99,17 +96,15 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBa
 
 def read(path: Path, command: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
     """All text of the sequences of a dataset, and what of it is trained."""
-    encoder = RowEncoder(tokenizer, {}, max_length=1000, section="dpo")
     match command:
         case "sft":
-            found = load_sft_rows(path, tokenizer, max_length=1000)
+            found = sft_rows(path, tokenizer, max_length=1000)
         case "rm":
-            pairs = load_scored(str(path), tokenizer, max_length=1000, key="rm.data")
-            found = [one for pair in pairs for one in (pair.chosen, pair.rejected)]
+            found = [one for pair in scored_pairs(path, tokenizer, max_length=1000) for one in pair.sequences]
         case "dpo":
-            found = [one for pair in load_pairs(str(path), "dpo.data", encoder) for one in pair.sequences]
+            found = [one for pair in pairs_of(path, tokenizer, max_length=1000) for one in pair.sequences]
         case _:
-            found = [row.answer for row in load_labelled(str(path), "dpo.data", encoder, max_length=1000)]
+            found = [row.answer for row in labelled_of(path, tokenizer, max_length=1000)]
     text = "".join(spelled(tokenizer, one.token_ids) for one in found)
     return text, "".join(spelled(tokenizer, one.token_ids[one.loss_mask]) for one in found)
 

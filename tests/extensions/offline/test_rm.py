@@ -18,10 +18,11 @@ from async_rl.config.loading import config_to_toml
 from async_rl.data.chat import load_tokenizer, render_answer
 from async_rl.errors import DataError, RunError
 from async_rl.extensions.offline import run
-from async_rl.extensions.offline.rm import RewardModel, bradley_terry_loss, load_pairs, pair_metrics
+from async_rl.extensions.offline.rm import RewardModel, bradley_terry_loss, pair_metrics
 from async_rl.extensions.offline.tasks import train
 from async_rl.records import TEXT_ROLE
 from tests.end_to_end.harness import wait_until
+from tests.extensions.offline.read import scored_pairs
 from tests.learner.ranks import finish_ranks, run_ranks, start_ranks
 from tests.learner.tiny import tiny_config, tiny_model
 
@@ -82,7 +83,7 @@ def test_text_is_scored_at_its_end_token_as_the_scorer_reads_it(tmp_path: Path):
     tokenizer = load_tokenizer(tiny_model(tmp_path / "model"))
     path = tmp_path / "pairs.jsonl"
     path.write_text(json.dumps({"prompt": "ab", "chosen": "c", "rejected": "de"}) + "\n")
-    (pair,) = load_pairs(str(path), tokenizer, max_length=50, key="rm.data")
+    (pair,) = scored_pairs(path, tokenizer, max_length=50)
     for side, text in ((pair.chosen, "abc"), (pair.rejected, "abde")):
         assert "".join(tokenizer.convert_ids_to_tokens(side.token_ids[:-1].tolist())) == f"{text}<|end|>"
         # The trained token is a copy: its value is that of the one before it.
@@ -235,7 +236,7 @@ def test_all_forms_of_a_pair_give_the_same_tokens(tmp_path: Path):
         {"prompt": "a" * 50, "chosen": "b", "rejected": "c"},
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    pairs = load_pairs(str(tmp_path / "rows.jsonl"), tokenizer, max_length=20, key="rm.data")
+    pairs = scored_pairs(tmp_path / "rows.jsonl", tokenizer, max_length=20)
     assert len(pairs) == 6  # the last is too long
     for side in ("chosen", "rejected"):
         ids = [getattr(pair, side).token_ids.tolist() for pair in pairs]
@@ -270,4 +271,4 @@ def test_bad_pairs_are_refused_with_their_place(tmp_path: Path, row: dict[str, A
     tokenizer = load_tokenizer(tiny_model(tmp_path / "model"))
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     with pytest.raises(DataError, match=message):
-        load_pairs(str(tmp_path / "rows.jsonl"), tokenizer, max_length=20, key="rm.data")
+        scored_pairs(tmp_path / "rows.jsonl", tokenizer, max_length=20)

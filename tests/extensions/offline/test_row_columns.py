@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -12,12 +12,10 @@ from async_rl.data.chat import load_tokenizer
 from async_rl.errors import DataError
 from async_rl.extensions.offline.dpo import LabelledAnswers, Pairs
 from async_rl.extensions.offline.rm import RewardModel
-from async_rl.extensions.offline.sft import Supervised, load_sft_rows
+from async_rl.extensions.offline.sft import Supervised
+from tests.extensions.offline.read import sft_rows
 from tests.extensions.offline.test_sft_rows import rows_file, spelled, write_in
 from tests.learner.tiny import tiny_config, tiny_model
-
-if TYPE_CHECKING:
-    pass
 
 ASK, SAY, OTHER = (
     {"role": role, "content": content} for role, content in (("user", "a"), ("assistant", "b"), ("assistant", "c"))
@@ -73,7 +71,7 @@ def test_system_and_history_are_read_where_a_template_renders_the_row(
 
 def test_history_is_context_and_is_not_trained(tmp_path: Path, model: Path):
     tokenizer = load_tokenizer(model)
-    (row,) = load_sft_rows(rows_file(tmp_path, {"messages": [ASK, SAY]} | CONTEXT), tokenizer, max_length=100)
+    (row,) = sft_rows(rows_file(tmp_path, {"messages": [ASK, SAY]} | CONTEXT), tokenizer, max_length=100)
     assert spelled(tokenizer, row.token_ids[row.loss_mask]) == "b<|end|>"
 
 
@@ -118,7 +116,7 @@ def test_every_form_of_a_dataset_has_these_columns(tmp_path: Path, model: Path, 
     row = {"messages": [ASK, SAY], **CONTEXT, "chat_template_kwargs": {"mood": "z"}, "images": []}
     tokenizer = load_tokenizer(model)
     tokenizer.chat_template = "{{ mood }}" + str(tokenizer.chat_template)
-    found = load_sft_rows(write_in(form, tmp_path, [row]), tokenizer, max_length=100)
+    found = sft_rows(write_in(form, tmp_path, [row]), tokenizer, max_length=100)
     assert spelled(tokenizer, found[0].token_ids).startswith("z<|system|>be brief<|end|>\n<|user|>q")
 
 
@@ -149,11 +147,11 @@ def test_a_variable_that_the_template_does_not_read_is_named_once(
 ):
     variables: Sequence[Any] = ({"zebra": True, "mood": "x"}, {"zebra": False, "messages": 1, "python_tools": []})
     rows = [{"messages": [ASK, SAY], "chat_template_kwargs": one} for one in variables]
-    load_sft_rows(rows_file(tmp_path, *rows), load_tokenizer(moody), max_length=50)
+    sft_rows(rows_file(tmp_path, *rows), load_tokenizer(moody), max_length=50)
     assert [record.getMessage().partition("jsonl:")[2] for record in caplog.records] == [
         "1: chat_template_kwargs: nothing reads zebra; the same in other rows is not said",
         "2: chat_template_kwargs: nothing reads messages, python_tools; the same in other rows is not said",
     ]
     row = {"messages": [ASK, SAY], "chat_template_kwargs": ["mood"]}
     with pytest.raises(DataError, match="1: chat_template_kwargs: expected an object of variables"):
-        load_sft_rows(rows_file(tmp_path, row), load_tokenizer(moody), max_length=50)
+        sft_rows(rows_file(tmp_path, row), load_tokenizer(moody), max_length=50)

@@ -12,10 +12,7 @@ import pytest
 
 from async_rl.data.chat import load_tokenizer
 from async_rl.errors import DataError
-from async_rl.extensions.offline.pairs import load_labelled, load_pairs
-from async_rl.extensions.offline.rm import load_pairs as load_scored
-from async_rl.extensions.offline.rows import RowEncoder
-from async_rl.extensions.offline.sft import load_sft_rows
+from tests.extensions.offline.read import labelled_of, pairs_of, scored_pairs, sft_rows
 from tests.extensions.offline.test_sft_rows import REWRITES, rows_file, spelled, write_in
 from tests.learner.tiny import tiny_model
 
@@ -60,7 +57,7 @@ def test_a_message_that_a_flag_leaves_out_is_context(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase, form: str, row: dict[str, Any]
 ):
     path = rows_file(tmp_path, row) if form == ".jsonl" else write_in(form, tmp_path, [row])
-    ((text, trained),) = texts(load_sft_rows(path, tokenizer, max_length=100), tokenizer)
+    ((text, trained),) = texts(sft_rows(path, tokenizer, max_length=100), tokenizer)
     assert text == "<|user|>a<|end|>\n<|assistant|>5<|end|>\n<|user|>b<|end|>\n<|assistant|>4<|end|>\n"
     assert trained == "4<|end|>"
 
@@ -76,13 +73,13 @@ def test_a_flag_is_obeyed_where_turns_are_sequences_and_where_the_template_marks
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase, template: str, text: str
 ):
     tokenizer.chat_template = template
-    found = load_sft_rows(rows_file(tmp_path, {"messages": CHAT}), tokenizer, max_length=100)
+    found = sft_rows(rows_file(tmp_path, {"messages": CHAT}), tokenizer, max_length=100)
     assert texts(found, tokenizer) == [(text, "4<|end|>")]
 
 
 def test_what_follows_the_last_trained_message_is_left_out(tmp_path: Path, tokenizer: PreTrainedTokenizerBase):
     path = rows_file(tmp_path, {"messages": [ASK, RIGHT, MORE, off(WRONG)]})
-    ((text, _),) = texts(load_sft_rows(path, tokenizer, max_length=100), tokenizer)
+    ((text, _),) = texts(sft_rows(path, tokenizer, max_length=100), tokenizer)
     assert text == "<|user|>a<|end|>\n<|assistant|>4<|end|>\n"
 
 
@@ -98,18 +95,18 @@ def test_what_follows_the_last_trained_message_is_left_out(tmp_path: Path, token
 def test_a_flag_on_context_has_no_effect(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]):
     flagless = json.loads(json.dumps(row), object_hook=lambda one: {k: one[k] for k in one.keys() - {"weight", "mask"}})
     found, expected = (
-        texts(load_sft_rows(rows_file(tmp_path, one), tokenizer, max_length=100), tokenizer) for one in (row, flagless)
+        texts(sft_rows(rows_file(tmp_path, one), tokenizer, max_length=100), tokenizer) for one in (row, flagless)
     )
     assert found == expected
 
 
 def test_with_the_last_turn_alone_only_its_flag_counts(tmp_path: Path, tokenizer: PreTrainedTokenizerBase):
     path = rows_file(tmp_path, {"messages": [ASK, off(WRONG, 0.5), MORE, RIGHT]})
-    ((_, trained),) = texts(load_sft_rows(path, tokenizer, max_length=100, only_last=True), tokenizer)
+    ((_, trained),) = texts(sft_rows(path, tokenizer, max_length=100, only_last=True), tokenizer)
     assert trained == "4<|end|>"
     path = rows_file(tmp_path, {"messages": [ASK, RIGHT, off(WRONG)]})
     with pytest.raises(DataError, match="not left out by weight"):
-        load_sft_rows(path, tokenizer, max_length=100, only_last=True)
+        sft_rows(path, tokenizer, max_length=100, only_last=True)
 
 
 @pytest.mark.parametrize(
@@ -124,29 +121,28 @@ def test_a_row_whose_flags_can_not_be_obeyed_is_refused(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], message: str
 ):
     with pytest.raises(DataError, match=message):
-        load_sft_rows(rows_file(tmp_path, row), tokenizer, max_length=100)
+        sft_rows(rows_file(tmp_path, row), tokenizer, max_length=100)
 
 
 @pytest.mark.parametrize("value", [0, 1])
 def test_flags_are_refused_in_answers_of_preferences_and_free_in_their_prompts(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase, value: int
 ):
-    encoder = RowEncoder(tokenizer, {}, max_length=100, section="dpo")
     asked = [ASK, off(WRONG, value), MORE]
     sides = {"chosen": [RIGHT], "rejected": [WRONG]}
     whole = {key: [*asked, *answer] for key, answer in sides.items()}
     for row in ({"prompt": asked, **sides}, whole):
-        assert len(load_pairs(str(rows_file(tmp_path, row)), "dpo.data", encoder)) == 1
-        assert len(load_scored(str(rows_file(tmp_path, row)), tokenizer, max_length=100, key="rm.data")) == 1
+        assert len(pairs_of(rows_file(tmp_path, row), tokenizer)) == 1
+        assert len(scored_pairs(rows_file(tmp_path, row), tokenizer)) == 1
     for key, message in (("chosen", RIGHT), ("rejected", WRONG)):
-        path = str(rows_file(tmp_path, {"prompt": asked, **sides, key: [off(message, value)]}))
+        path = rows_file(tmp_path, {"prompt": asked, **sides, key: [off(message, value)]})
         with pytest.raises(DataError, match=f"expected an answer without flags, .*'weight': {value}"):
-            load_pairs(path, "dpo.data", encoder)
+            pairs_of(path, tokenizer)
         with pytest.raises(DataError, match=f"expected an answer without flags, .*'weight': {value}"):
-            load_scored(path, tokenizer, max_length=100, key="rm.data")
+            scored_pairs(path, tokenizer)
     labelled = [{"prompt": asked, "completion": [off(RIGHT, value)], "label": True}] * 2
     with pytest.raises(DataError, match="expected an answer without flags"):
-        load_labelled(str(rows_file(tmp_path, *labelled)), "dpo.data", encoder, max_length=100)
+        labelled_of(rows_file(tmp_path, *labelled), tokenizer)
 
 
 NAMES = "{{ m['name'] if m['role'] == 'user' and m['name'] }}"
@@ -157,7 +153,7 @@ def test_a_key_that_nobody_reads_is_named_once_with_its_row(
 ):
     tokenizer.chat_template = str(tokenizer.chat_template).replace("{{ m['content'] }}", NAMES + "{{ m['content'] }}")
     named = [{**ASK, "name": "z", "id": "7"}, {**RIGHT, "name": "y", "seen": False, "empty": None, "weight": 1}]
-    found = load_sft_rows(rows_file(tmp_path, *[{"messages": named}] * 2), tokenizer, max_length=100)
+    found = sft_rows(rows_file(tmp_path, *[{"messages": named}] * 2), tokenizer, max_length=100)
     assert spelled(tokenizer, found[0].token_ids).startswith("<|user|>za")
     said = [record.getMessage().partition("rows.jsonl:")[2] for record in caplog.records]
     assert said == [
@@ -171,7 +167,7 @@ def test_the_keys_of_a_scored_answer_that_the_reward_model_does_not_see_are_name
 ):
     call = {"function": {"name": "f", "arguments": {}}}
     row = {"prompt": [ASK], "chosen": [{**RIGHT, "tool_calls": [call]}], "rejected": [{**WRONG, "tool_calls": []}]}
-    load_scored(str(rows_file(tmp_path, row)), tokenizer, max_length=100, key="rm.data")
+    scored_pairs(rows_file(tmp_path, row), tokenizer)
     assert [record.getMessage().partition(":1: ")[2] for record in caplog.records] == [
         "the answer: nothing reads tool_calls; the same in other rows is not said"
     ]

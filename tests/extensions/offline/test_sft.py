@@ -24,7 +24,6 @@ from async_rl.data.chat import load_tokenizer
 from async_rl.errors import ConfigError, DataError, ModelError, RunError
 from async_rl.extensions.offline import run
 from async_rl.extensions.offline.batches import batch_of
-from async_rl.extensions.offline.sft import load_sft_rows
 from async_rl.extensions.offline.tasks import train
 from async_rl.generator.hf.backend import TransformersBackend
 from async_rl.learner.checkpoints import writer
@@ -32,6 +31,7 @@ from async_rl.learner.checkpoints.digests import renew_entry
 from async_rl.learner.checkpoints.files import checkpoint_name, latest_checkpoint, read_extra, write_extra
 from tests.end_to_end.harness import wait_until
 from tests.extensions.offline.offline_run import offline_config
+from tests.extensions.offline.read import sft_rows
 from tests.generator.leases import make_lease
 from tests.learner.ranks import finish_ranks, run_ranks, start_ranks
 from tests.learner.tiny import add_token, random_sequences, tiny_config, tiny_model, trained_tokens
@@ -230,7 +230,7 @@ def test_two_epochs_train_on_every_row_twice(tmp_path: Path):
     # 10 rows in batches of 8: 20 rows are 8 + 8 + 4.
     config = sft_config(tmp_path, steps=None, epochs=2, batch_size=8)
     train("sft", config)
-    rows = load_sft_rows(tmp_path / "rows.jsonl", load_tokenizer(str(tmp_path / "model")), max_length=50)
+    rows = sft_rows(tmp_path / "rows.jsonl", load_tokenizer(str(tmp_path / "model")), max_length=50)
     assert len(metrics(tmp_path)) == 3
     assert sum(row["tokens"] for row in metrics(tmp_path)) == 2 * trained_tokens(rows)
     train("sft", config)  # finished

@@ -17,8 +17,8 @@ from tokenizers.processors import TemplateProcessing
 
 from async_rl.data.chat import load_tokenizer, render_prompt
 from async_rl.errors import DataError, ModelError
-from async_rl.extensions.offline.sft import load_sft_rows
 from async_rl.records import TEXT_ROLE
+from tests.extensions.offline.read import sft_rows
 from tests.learner.tiny import tiny_model
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def spelled(tokenizer: PreTrainedTokenizerBase, token_ids: np.ndarray) -> str:
 
 
 def test_raw_text_trains_on_the_response_and_its_end(tmp_path: Path, tokenizer: PreTrainedTokenizerBase):
-    (row,) = load_sft_rows(rows_file(tmp_path, {"prompt": "1+1=", "response": "2"}), tokenizer, max_length=50)
+    (row,) = sft_rows(rows_file(tmp_path, {"prompt": "1+1=", "response": "2"}), tokenizer, max_length=50)
     assert spelled(tokenizer, row.token_ids) == "1+1=2<|end|>"
     assert row.loss_mask.tolist() == [False] * 4 + [True] * 2
 
@@ -56,7 +56,7 @@ def test_every_assistant_turn_is_trained_on_up_to_its_end_token(tmp_path: Path, 
         {"role": "assistant", "content": "4"},
         {"role": "user", "content": "left out"},
     ]
-    (row,) = load_sft_rows(rows_file(tmp_path, {"messages": messages}), tokenizer, max_length=100)
+    (row,) = sft_rows(rows_file(tmp_path, {"messages": messages}), tokenizer, max_length=100)
     assert spelled(tokenizer, row.token_ids[row.loss_mask]) == "2<|end|>4<|end|>"
     assert spelled(tokenizer, row.token_ids) == (
         "<|system|>add<|end|>\n<|user|>1+1<|end|>\n<|assistant|>2<|end|>\n<|user|>2+2<|end|>\n<|assistant|>4<|end|>\n"
@@ -70,7 +70,7 @@ def test_an_end_token_that_the_tokenizer_only_marks_as_special_ends_the_loss(tmp
     assert "<stop>" not in marked.all_special_tokens
     marked.chat_template = marked.chat_template.replace("<|end|>", "<stop>")
     messages = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
-    (row,) = load_sft_rows(rows_file(tmp_path, {"messages": messages}), marked, max_length=50)
+    (row,) = sft_rows(rows_file(tmp_path, {"messages": messages}), marked, max_length=50)
     assert spelled(marked, row.token_ids) == "<|user|>1+1<stop>\n<|assistant|>2<stop>\n"
     assert spelled(marked, row.token_ids[row.loss_mask]) == "2<stop>"
 
@@ -80,7 +80,7 @@ def test_what_is_before_the_answer_is_the_prompt_that_sampling_would_use(
 ):
     question = [{"role": "system", "content": "add"}, {"role": "user", "content": "1+1"}]
     path = rows_file(tmp_path, {"messages": [*question, {"role": "assistant", "content": "2"}]})
-    (row,) = load_sft_rows(path, tokenizer, max_length=100)
+    (row,) = sft_rows(path, tokenizer, max_length=100)
     prompt = render_prompt(tokenizer, question)
     first = int(row.loss_mask.argmax())
     assert row.token_ids[:first].tolist() == prompt.tolist()
@@ -91,7 +91,7 @@ def test_a_text_prompt_has_the_start_token_that_sampling_would_use(tmp_path: Pat
     start = ("<|user|>", starting.convert_tokens_to_ids("<|user|>"))
     starting.backend_tokenizer.post_processor = TemplateProcessing(single="<|user|> $A", special_tokens=[start])
     assert spelled(starting, render_prompt(starting, [{"role": TEXT_ROLE, "content": "1+1="}])) == "<|user|>1+1="
-    (row,) = load_sft_rows(rows_file(tmp_path, {"prompt": "1+1=", "response": "2"}), starting, max_length=50)
+    (row,) = sft_rows(rows_file(tmp_path, {"prompt": "1+1=", "response": "2"}), starting, max_length=50)
     assert spelled(starting, row.token_ids) == "<|user|>1+1=2<|end|>"
     assert row.loss_mask.tolist() == [False] * 5 + [True] * 2
 
@@ -100,7 +100,7 @@ def test_long_rows_are_cut_on_the_right_and_counted(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
 ):
     path = rows_file(tmp_path, {"prompt": "abc", "response": "defgh"}, {"prompt": "abc", "response": "d"})
-    row, _ = load_sft_rows(path, tokenizer, max_length=5)
+    row, _ = sft_rows(path, tokenizer, max_length=5)
     assert spelled(tokenizer, row.token_ids) == "abcde"
     assert row.loss_mask.tolist() == [False, False, False, True, True]
     assert "sft.data: cut the end of 1 of 2 sequences, which have more than sft.max_length = 5 tokens" in caplog.text
@@ -134,7 +134,7 @@ def test_every_form_of_a_row_says_what_is_trained(
     if form == ".csv":
         row = {key: value for key, value in row.items() if value is not None}
     path = rows_file(tmp_path, row) if form == ".jsonl" else write_in(form, tmp_path, [row])
-    (found,) = load_sft_rows(path, tokenizer, max_length=50)
+    (found,) = sft_rows(path, tokenizer, max_length=50)
     assert spelled(tokenizer, found.token_ids) == whole
     assert spelled(tokenizer, found.token_ids[found.loss_mask]) == trained
 
@@ -145,13 +145,13 @@ def test_a_text_that_begins_with_the_start_token_gets_no_second_one(tmp_path: Pa
     starting.backend_tokenizer.post_processor = TemplateProcessing(single="<|user|> $A", special_tokens=[start])
     starting.bos_token = "<|user|>"
     for text in ("1+1", "<|user|>1+1"):
-        (row,) = load_sft_rows(rows_file(tmp_path, {"text": text}), starting, max_length=50)
+        (row,) = sft_rows(rows_file(tmp_path, {"text": text}), starting, max_length=50)
         assert spelled(starting, row.token_ids) == "<|user|>1+1<|end|>"
         assert row.loss_mask.tolist() == [False] + [True] * 4
 
 
 def test_an_empty_prompt_does_not_train_on_the_first_token(tmp_path: Path, tokenizer: PreTrainedTokenizerBase):
-    (row,) = load_sft_rows(rows_file(tmp_path, {"prompt": "", "response": "ab"}), tokenizer, max_length=5)
+    (row,) = sft_rows(rows_file(tmp_path, {"prompt": "", "response": "ab"}), tokenizer, max_length=5)
     assert row.loss_mask.tolist() == [False, True, True]
 
 
@@ -175,7 +175,7 @@ def test_a_bad_row_is_named_by_file_and_line(
 ):
     path = rows_file(tmp_path, GOOD, "", row)
     with pytest.raises(DataError, match=message) as caught:
-        load_sft_rows(path, tokenizer, max_length=8)
+        sft_rows(path, tokenizer, max_length=8)
     assert str(caught.value).startswith(f"{path}:3: ")
 
 
@@ -193,8 +193,8 @@ def test_a_template_that_rewrites_earlier_turns_gives_one_sequence_for_each(
     path = rows_file(tmp_path, {"messages": messages}, {"messages": messages[:2]})
     kept, tokenizer.chat_template = tokenizer.chat_template, REWRITES
     try:
-        rows = load_sft_rows(path, tokenizer, max_length=50)
-        last = load_sft_rows(path, tokenizer, max_length=50, only_last=True)
+        rows = sft_rows(path, tokenizer, max_length=50)
+        last = sft_rows(path, tokenizer, max_length=50, only_last=True)
     finally:
         tokenizer.chat_template = kept
     # An earlier answer is shown as x: each turn is trained as it is when it is the last.
@@ -213,7 +213,7 @@ def test_a_file_without_rows_is_refused(tmp_path: Path, tokenizer: PreTrainedTok
     if content is not None:
         path.write_text(content)
     with pytest.raises(DataError, match=r"sft\.data"):
-        load_sft_rows(path, tokenizer, max_length=8)
+        sft_rows(path, tokenizer, max_length=8)
 
 
 CHAT = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
@@ -242,8 +242,8 @@ def write_in(form: str, directory: Path, rows: list[dict[str, Any]]) -> Path:
 def test_every_form_of_a_dataset_gives_the_rows_of_jsonl(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase, form: str, row: dict[str, Any]
 ):
-    (expected,) = load_sft_rows(rows_file(tmp_path, row), tokenizer, max_length=50)
-    (found,) = load_sft_rows(write_in(form, tmp_path, [row]), tokenizer, max_length=50)
+    (expected,) = sft_rows(rows_file(tmp_path, row), tokenizer, max_length=50)
+    (found,) = sft_rows(write_in(form, tmp_path, [row]), tokenizer, max_length=50)
     assert (found.token_ids.tolist(), found.loss_mask.tolist()) == (
         expected.token_ids.tolist(),
         expected.loss_mask.tolist(),
@@ -253,7 +253,7 @@ def test_every_form_of_a_dataset_gives_the_rows_of_jsonl(
 def test_a_bad_row_of_a_table_is_named_by_its_number(tmp_path: Path, tokenizer: PreTrainedTokenizerBase):
     path = write_in(".parquet", tmp_path, [{"prompt": "a", "response": "b"}, {"prompt": "a", "response": None}])
     with pytest.raises(DataError, match=r"rows\.parquet: row 2: expected .* got keys \['prompt'\]"):
-        load_sft_rows(path, tokenizer, max_length=8)
+        sft_rows(path, tokenizer, max_length=8)
 
 
 TOOL_TEMPLATE = (
@@ -269,12 +269,12 @@ def test_the_template_gets_its_arguments_and_the_tools_of_the_run_or_of_the_row(
     arguments = {"tools": [{"name": "x"}]}
     path = rows_file(tmp_path, {"messages": CHAT}, {"messages": CHAT, "tools": [{"name": "yy"}]})
     try:
-        rows = load_sft_rows(path, tokenizer, max_length=50, arguments=arguments)
+        rows = sft_rows(path, tokenizer, max_length=50, arguments=arguments)
         assert [spelled(tokenizer, row.token_ids) for row in rows] == ["x1+1.2.<|end|>", "yy1+1.2.<|end|>"]
         with pytest.raises(ModelError, match=r"data\.chat_template_kwargs\.marc: "):
-            load_sft_rows(path, tokenizer, max_length=50, arguments={"marc": "="})
+            sft_rows(path, tokenizer, max_length=50, arguments={"marc": "="})
         tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
         with pytest.raises(ModelError, match=r"data\.tools: the chat template of model\.path does not read tools"):
-            load_sft_rows(path, tokenizer, max_length=50)
+            sft_rows(path, tokenizer, max_length=50)
     finally:
         tokenizer.chat_template = kept

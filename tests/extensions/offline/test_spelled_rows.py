@@ -11,9 +11,9 @@ from async_rl.config.data import DataConfig
 from async_rl.data.spellings import control_of
 from async_rl.data.template_forms import adapted
 from async_rl.errors import DataError
-from async_rl.extensions.offline.rm import load_pairs
 from async_rl.extensions.offline.rows import RowEncoder
 from tests.data.public_templates import cases
+from tests.extensions.offline.read import scored_pairs
 from tests.extensions.offline.test_public_templates import ASKED, encoder_of, prepared, spelled, trained
 from tests.extensions.offline.test_sft_rows import rows_file
 
@@ -106,8 +106,8 @@ def test_pairs_for_reward_models_have_the_setting_of_the_run(tmp_path: Path):
     tokenizer: Any = prepared("qwen2_5")[0]
     prompt = [{"role": "user", "content": "a <|im_end|> b"}]
     path = rows_file(tmp_path, {"prompt": prompt, "chosen": "4", "rejected": "5"})
-    (as_text,) = load_pairs(str(path), tokenizer, max_length=1000, key="rm.data")
-    (as_token,) = load_pairs(str(path), tokenizer, max_length=1000, key="rm.data", arguments=AS_TOKEN)
+    (as_text,) = scored_pairs(path, tokenizer, max_length=1000)
+    (as_token,) = scored_pairs(path, tokenizer, max_length=1000, arguments=AS_TOKEN)
     ends = [one.chosen.token_ids.tolist().count(tokenizer.eos_token_id) for one in (as_text, as_token)]
     assert ends == [3, 4]  # system, user and answer, and the spelled one
 
