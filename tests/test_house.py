@@ -23,11 +23,11 @@ SEPARATE = {("generator", "learner"), ("learner", "generator")}
 
 HEAVY = ("torch", "transformers")
 LIGHT = (
-    "registry", "extensions", "extensions.insight", "extensions.ops.commands", "extensions.ops.slurm",
+    "registry", "extensions.insight", "extensions.ops.commands", "extensions.ops.slurm",
     "extensions.ops.sinks.check", "extensions.ops.mirror", "errors", "attention_limits", "sampling_mask", "routes",
     "records", "config", "net", "process", "sandbox", "run", "rewards", "environments", "data", "scoring", "queue",
-    "launch", "cli", "api", "quickstart", "checks.doctor", "checks.table", "evaluation.table", "learner.memory_plan",
-    "extensions.quickstart", "extensions.offline.commands", "comparison", "plan", "report",
+    "launch", "cli", "api", "checks.doctor", "checks.table", "evaluation.table", "learner.memory_plan",
+    "extensions.quickstart", "extensions.offline.commands",
     "generator.start", "generator.backend", "generator.conformance", "generator.parity",
     "generator.fake", "generator.rollouts", "generator.teachers", "generator.offline", "generator.environment_rollouts",
     "generator.agents", "generator.open_sequence",
