@@ -23,9 +23,9 @@ from torch.nn.functional import cross_entropy
 
 from async_rl.config.loss import LossConfig
 from async_rl.learner.data.packing import pack
-from async_rl.learner.engine.logprobs import token_logprobs
-from async_rl.learner.engine.model import DeviceBatch, to_device
 from async_rl.learner.losses.objective import PolicyObjective
+from async_rl.learner.model.logprobs import token_logprobs
+from async_rl.learner.model.policy_model import DeviceBatch, to_device
 from async_rl.learner.sequences import TrainSequence
 
 ANSWER_TOKENS = 256

@@ -35,9 +35,9 @@ from transformers import AutoModelForCausalLM
 from async_rl.config.config import Config
 from async_rl.learner.data.packing import pack
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
-from async_rl.learner.engine.model import PolicyModel, load_model, to_device
-from async_rl.learner.engine.optimizer import build_optimizer
-from async_rl.learner.engine.phases import highest_memory_bytes
+from async_rl.learner.model.policy_model import PolicyModel, load_model, to_device
+from async_rl.learner.optimizers.optimizer import build_optimizer
+from async_rl.learner.phases import highest_memory_bytes
 from async_rl.learner.ranks import init_ranks
 from async_rl.learner.sequences import TrainSequence
 from async_rl.process.child import reuse_freed_memory

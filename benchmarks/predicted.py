@@ -30,12 +30,12 @@ from async_rl.config.loading import parse_config
 from async_rl.config.parallel import Layout
 from async_rl.learner import memory_plan
 from async_rl.learner.data.packing import pack
-from async_rl.learner.engine import attention, logprobs
 from async_rl.learner.engine.flops import StepFlops, peak_flops_per_s
-from async_rl.learner.engine.model import PolicyModel, to_device
-from async_rl.learner.engine.recomputation import recompute
 from async_rl.learner.losses.objective import policy_objective
 from async_rl.learner.memory_plan import ModelShape, plan_memory
+from async_rl.learner.model import attention, logprobs
+from async_rl.learner.model.policy_model import PolicyModel, to_device
+from async_rl.learner.model.recomputation import recompute
 from async_rl.learner.sequences import TrainSequence
 from async_rl.weights.manifest import Layout as VersionLayout
 from async_rl.weights.manifest import LayoutPlan

@@ -20,7 +20,7 @@ from async_rl.config.scorer import ScorerConfig
 from async_rl.data.chat import context_length, load_tokenizer
 from async_rl.data.vocabulary import vocabulary_digest
 from async_rl.learner.data.packing import MicroBatch, by_sequence, pack
-from async_rl.learner.engine.model import PolicyModel, load_model, to_device
+from async_rl.learner.model.policy_model import PolicyModel, load_model, to_device
 from async_rl.learner.sequences import TrainSequence
 from async_rl.scorer.model_files import model_digest
 from async_rl.scorer.server import Scored

@@ -70,7 +70,7 @@ def run_here(name: str, directory: Path) -> None:
     """Run one case in this process, and write its result to ``directory / "result.json"``."""
     import torch
 
-    from async_rl.learner.engine.phases import highest_memory_bytes
+    from async_rl.learner.phases import highest_memory_bytes
     from benchmarks.gpu_smoke.case import Machine, NotRunError, Outcome, Result
     from benchmarks.gpu_smoke.cases import CASES
 

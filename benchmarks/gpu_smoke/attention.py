@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from async_rl.learner.engine.attention import PackedLayout, packed_attention_forward, packed_layout, why_padded
+from async_rl.learner.model.attention import PackedLayout, packed_attention_forward, packed_layout, why_padded
 from benchmarks.gpu_smoke.case import Machine
 
 LENGTHS = (300, 7, 129)

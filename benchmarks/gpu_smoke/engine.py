@@ -26,10 +26,10 @@ from async_rl.errors import ConfigError
 from async_rl.learner.checkpoints.stored_tensors import OPTIMIZER, load_tensors
 from async_rl.learner.engine.flops import device_peak
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
-from async_rl.learner.engine.logprobs import token_logprobs
-from async_rl.learner.engine.phases import Phase, PhaseClock
 from async_rl.learner.interface import UpdateCost
 from async_rl.learner.memory_plan import CHUNK_BYTES, ModelShape, plan_memory
+from async_rl.learner.model.logprobs import token_logprobs
+from async_rl.learner.phases import Phase, PhaseClock
 from async_rl.learner.ranks import Place, Ranks, init_ranks
 from async_rl.learner.sequences import TrainSequence
 from async_rl.sampling_mask import pack_ids

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from async_rl.learner.engine import attention
 from async_rl.learner.engine.passes import Passes
+from async_rl.learner.model import attention
 from async_rl.weights import staging
 from benchmarks.gpu_smoke import __main__ as program
 from benchmarks.gpu_smoke import engine, ranks

@@ -18,7 +18,7 @@ from async_rl.data.model_config import read_model_config
 from async_rl.data.template import check_arguments
 from async_rl.errors import ModelError
 from async_rl.generator.hf.causal_model import build_model, describe_model
-from async_rl.learner.engine.model import load_model
+from async_rl.learner.model.policy_model import load_model
 from async_rl.scorer.transformers_engine import load_classifier
 from tests.learner.tiny import tiny_model
 

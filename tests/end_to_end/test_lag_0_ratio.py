@@ -21,7 +21,7 @@ from async_rl.generator.rollouts import whole_sequence
 from async_rl.learner.data.batch import prepare_batch
 from async_rl.learner.data.packing import pack
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
-from async_rl.learner.engine.model import PolicyModel, load_model, to_device
+from async_rl.learner.model.policy_model import PolicyModel, load_model, to_device
 from async_rl.learner.ranks import init_ranks
 from async_rl.learner.sequences import TrainSequence
 from async_rl.net.codec import decode_group, encode_group

@@ -18,8 +18,8 @@ from async_rl.generator.hf.backend import TransformersBackend
 from async_rl.generator.rollouts import whole_sequence
 from async_rl.learner.data.batch import prepare_batch
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
-from async_rl.learner.engine.routing import gates
 from async_rl.learner.loop.step_result import update_metrics
+from async_rl.learner.model.routing import gates
 from async_rl.learner.ranks import init_ranks
 from async_rl.net.codec import decode_group, encode_group
 from async_rl.queue.core.groups import read_summary, why_unfit

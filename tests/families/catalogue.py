@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 
-from tests.learner.engine.families import (
+from tests.learner.model.families import (
     CONVOLUTION,
     EXPERTS,
     HALF_WINDOW,

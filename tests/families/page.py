@@ -20,7 +20,7 @@ from async_rl.generator.hf.lockstep import LockstepRows
 from async_rl.generator.hf.self_test import choose_rows
 from tests.families.catalogue import FAMILIES, build
 from tests.families.sampling import worst_difference, write_family
-from tests.learner.engine.test_padded import alone, gradient_of, make_engine
+from tests.learner.model.test_padded import alone, gradient_of, make_engine
 from tests.learner.rank_scenarios import sequences_with_a_group
 from tests.learner.tiny import tiny_model
 

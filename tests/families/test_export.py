@@ -17,11 +17,11 @@ from torch import Tensor
 from async_rl.learner.checkpoints.digests import write_manifest
 from async_rl.learner.checkpoints.files import write_extra, write_model_files
 from async_rl.learner.checkpoints.stored_tensors import TrainingState, read_batches, write_training_state
-from async_rl.learner.engine.model import PolicyModel
 from async_rl.learner.export import model as export
 from async_rl.learner.export import shards
 from async_rl.learner.export.model import export_checkpoint
 from async_rl.learner.export.shards import write_shards
+from async_rl.learner.model.policy_model import PolicyModel
 from async_rl.learner.ranks import Place, Ranks
 from tests.families.catalogue import FAMILIES, build
 

@@ -24,8 +24,8 @@ from async_rl.config.parallel import Layout
 from async_rl.errors import RunError, TrainingError
 from async_rl.learner.checkpoints import stored_tensors
 from async_rl.learner.checkpoints.digests import write_part
-from async_rl.learner.engine.mesh import Mesh
 from async_rl.learner.interface import UpdateStats
+from async_rl.learner.layouts.mesh import Mesh
 from async_rl.learner.losses.diagnostics import COUNTS, SUMS
 from async_rl.learner.ranks import Ranks, init_ranks
 from async_rl.learner.sequences import TrainSequence
@@ -772,7 +772,7 @@ def passed_on(directory: Path) -> None:
 
 
 def split_attention(directory: Path) -> None:
-    from tests.learner.engine.split_attention import compare_parts
+    from tests.learner.model.split_attention import compare_parts
 
     compare_parts(directory)
 
@@ -784,7 +784,7 @@ def variants(directory: Path) -> None:
 
 
 def staged(directory: Path) -> None:
-    from tests.learner.engine.staged import run_staged
+    from tests.learner.layouts.staged import run_staged
 
     run_staged(directory)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from async_rl.learner.data.packing import MicroBatch
-from async_rl.learner.engine.model import DeviceBatch
 from async_rl.learner.losses.batch import LossBatch
 from async_rl.learner.losses.policy import PolicyInputs
+from async_rl.learner.model.policy_model import DeviceBatch
 from async_rl.learner.sequences import COLUMNS, TokenColumns, TrainSequence
 
 

@@ -35,9 +35,9 @@ from async_rl.extensions.offline.run import Metrics, OfflineTask
 from async_rl.extensions.offline.scores import numbered, summed_in_chunks
 from async_rl.extensions.offline.slopes import SlopeObjective, sequence_slopes
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
-from async_rl.learner.engine.optimizer import Schedule
 from async_rl.learner.interface import Engine, UpdateStats
 from async_rl.learner.losses.objective import Objective
+from async_rl.learner.optimizers.optimizer import Schedule
 from async_rl.learner.ranks import Ranks
 from async_rl.learner.sequences import TrainSequence
 

@@ -33,10 +33,10 @@ from async_rl.learner.checkpoints.files import checkpoint_name, latest_checkpoin
 from async_rl.learner.checkpoints.resume import find_resume_point, take_over
 from async_rl.learner.checkpoints.writer import CheckpointWriter
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
-from async_rl.learner.engine.optimizer import Schedule
 from async_rl.learner.export.model import check_export_target, export_checkpoint
 from async_rl.learner.interface import Engine, UpdateStats
 from async_rl.learner.losses.objective import Objective
+from async_rl.learner.optimizers.optimizer import Schedule
 from async_rl.learner.ranks import Ranks, init_ranks
 from async_rl.learner.sequences import TrainSequence
 from async_rl.net.wire import decode, encode

@@ -3,7 +3,7 @@
 The engine calls ``pack`` on rank 0 and sends each rank its part. A row holds only what the model must compute: what
 sequences have in common at their beginning occurs once (``beginnings.py``), and tokens after the last one that predicts
 something are left out. ``balance.py`` decides who computes what. Some
-models can't compute such a row (``engine/self_test.py``). They compute the micro-batch's sequences as the rows of one
+models can't compute such a row (``model/self_test.py``). They compute the micro-batch's sequences as the rows of one
 padded batch, and ``pack`` keeps that batch within the limit. Numpy only. Shape letters: T = tokens of a row, E = tokens
 of its sequences placed end to end, S = its sequences, N = its predicted tokens (those under the loss mask).
 """

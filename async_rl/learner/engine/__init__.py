@@ -1,4 +1,4 @@
-"""The part of the learner that uses the device: model, log-probabilities, gradients, optimizer and ranks.
+"""The part of the learner that uses the device: it puts model, layout and optimizer together, and makes the steps.
 
 ``fsdp_engine.FsdpEngine`` implements ``interface.Engine``, which the loop and ``offline`` use. It is given the
 sequences of one optimizer step, and returns ``UpdateStats``. On request it returns log-probabilities and unsharded

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from async_rl.errors import ModelError
-from async_rl.learner.engine.attention import leave_uncompiled
-from async_rl.learner.engine.model import DeviceBatch, PolicyModel
-from async_rl.learner.engine.optimizer import total_norm
+from async_rl.learner.model.attention import leave_uncompiled
+from async_rl.learner.model.policy_model import DeviceBatch, PolicyModel
+from async_rl.learner.optimizers.optimizer import total_norm
 
 logger = logging.getLogger(__name__)
 

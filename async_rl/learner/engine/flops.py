@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from async_rl.learner.data.balance import Work
 from async_rl.learner.data.packing import MicroBatch
-from async_rl.learner.engine.heads import head_of
-from async_rl.learner.engine.quantized import QuantizedLinear
+from async_rl.learner.model.heads import head_of
+from async_rl.learner.model.quantized import QuantizedLinear
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

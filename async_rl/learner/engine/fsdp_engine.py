@@ -26,16 +26,16 @@ from async_rl.errors import ModelError, RunError, TrainingError
 from async_rl.learner.checkpoints.files import model_part, write_extra
 from async_rl.learner.checkpoints.stored_tensors import write_training_state
 from async_rl.learner.data.packing import MicroBatch, by_sequence, from_arrays, padded_cost, to_arrays
-from async_rl.learner.engine.heads import Head
-from async_rl.learner.engine.mesh import Mesh
-from async_rl.learner.engine.optimizer import Schedule, check_optimizer
-from async_rl.learner.engine.phases import PhaseClock
-from async_rl.learner.engine.self_test import NEIGHBOURS_TOKENS, check_neighbours, short_sequences
 from async_rl.learner.engine.trained_model import TrainedModel
 from async_rl.learner.engine.trunk_critic import TrunkCritic
 from async_rl.learner.interface import ModelName, PolicyScores, ScoredBy, TokenOutcomes, UpdateStats
+from async_rl.learner.layouts.mesh import Mesh
 from async_rl.learner.losses.objective import Objective, policy_objective
 from async_rl.learner.losses.value import ValueObjective
+from async_rl.learner.model.heads import Head
+from async_rl.learner.model.self_test import NEIGHBOURS_TOKENS, check_neighbours, short_sequences
+from async_rl.learner.optimizers.optimizer import Schedule, check_optimizer
+from async_rl.learner.phases import PhaseClock
 from async_rl.learner.ranks import Ranks, check_same_code
 from async_rl.learner.sampling import RankSampler, SamplingOrder
 from async_rl.learner.sequences import TrainSequence

@@ -19,16 +19,16 @@ from torch import Tensor
 
 from async_rl.config.learner import Reshard
 from async_rl.learner.data.packing import MicroBatch
-from async_rl.learner.engine.mesh import Mesh
-from async_rl.learner.engine.model import DeviceBatch, PolicyModel, to_device
-from async_rl.learner.engine.optimizer import total_norm
-from async_rl.learner.engine.phases import PhaseClock
-from async_rl.learner.engine.pipeline import Pipeline
-from async_rl.learner.engine.sequence_parallel import Part
-from async_rl.learner.engine.sharding import begin_backward
-from async_rl.learner.engine.stages import Stage
+from async_rl.learner.layouts.mesh import Mesh
+from async_rl.learner.layouts.pipeline import Pipeline
+from async_rl.learner.layouts.sequence_parallel import Part
+from async_rl.learner.layouts.sharding import begin_backward
+from async_rl.learner.layouts.stages import Stage
 from async_rl.learner.losses.batch import IndexedSlopeFunction, TokenLogprobs
 from async_rl.learner.losses.objective import MicroBatchResult, Objective, TokenResults
+from async_rl.learner.model.policy_model import DeviceBatch, PolicyModel, to_device
+from async_rl.learner.optimizers.optimizer import total_norm
+from async_rl.learner.phases import PhaseClock
 from async_rl.learner.ranks import Ranks
 from async_rl.process.fault_points import fault_point
 

@@ -27,24 +27,24 @@ from async_rl.learner.checkpoints.stored_tensors import HostCopy, TrainingState,
 from async_rl.learner.data.packing import MicroBatch, pack
 from async_rl.learner.engine.compilation import GraphCount, check_compiled, compile_layers
 from async_rl.learner.engine.flops import StepFlops, device_peak
-from async_rl.learner.engine.heads import Head, with_value_config
-from async_rl.learner.engine.loading import Weights, load_policy, load_reference, read_tested
-from async_rl.learner.engine.lora import Adapters, published_name
-from async_rl.learner.engine.mesh import Mesh
-from async_rl.learner.engine.model import PolicyModel, to_device
-from async_rl.learner.engine.muon import hidden_matrices
-from async_rl.learner.engine.optimizer import Schedule, build_optimizer, by_mesh
-from async_rl.learner.engine.packing_choice import set_packing
 from async_rl.learner.engine.passes import Passes
-from async_rl.learner.engine.phases import PhaseClock, peak_memory_bytes
-from async_rl.learner.engine.pipeline import Spec
-from async_rl.learner.engine.routing import RoutingReplay
-from async_rl.learner.engine.self_test import check_replay
-from async_rl.learner.engine.sequence_parallel import check_packing
-from async_rl.learner.engine.sharding import end_forward, shard
-from async_rl.learner.engine.stages import check_stages
 from async_rl.learner.interface import UpdateCost, UpdateStats
+from async_rl.learner.layouts.mesh import Mesh
+from async_rl.learner.layouts.pipeline import Spec
+from async_rl.learner.layouts.sequence_parallel import check_packing
+from async_rl.learner.layouts.sharding import end_forward, shard
+from async_rl.learner.layouts.stages import check_stages
 from async_rl.learner.losses.objective import Objective, StepOutcome, sequence_ess, update_stats
+from async_rl.learner.model.heads import Head, with_value_config
+from async_rl.learner.model.loading import Weights, load_policy, load_reference, read_tested
+from async_rl.learner.model.lora import Adapters, published_name
+from async_rl.learner.model.packing_choice import set_packing
+from async_rl.learner.model.policy_model import PolicyModel, to_device
+from async_rl.learner.model.routing import RoutingReplay
+from async_rl.learner.model.self_test import check_replay
+from async_rl.learner.optimizers.muon import hidden_matrices
+from async_rl.learner.optimizers.optimizer import Schedule, build_optimizer, by_mesh
+from async_rl.learner.phases import PhaseClock, peak_memory_bytes
 from async_rl.learner.ranks import Ranks, compute_dtype
 from async_rl.learner.sequences import TrainSequence
 from async_rl.net.wire import decode, encode

@@ -27,16 +27,16 @@ from torch.nn.functional import linear
 from async_rl.config.config import Config
 from async_rl.learner.checkpoints.stored_tensors import HostCopy, TrainingState, load_training_state
 from async_rl.learner.data.packing import MicroBatch
-from async_rl.learner.engine.heads import SCORE_WEIGHT
-from async_rl.learner.engine.model import PolicyModel
-from async_rl.learner.engine.optimizer import AdamW, Schedule
 from async_rl.learner.engine.passes import TokenStates
-from async_rl.learner.engine.phases import PhaseClock, peak_memory_bytes
-from async_rl.learner.engine.sharding import end_forward
 from async_rl.learner.engine.trained_model import TrainedModel, Updated, gathered_scores
 from async_rl.learner.interface import UpdateCost
+from async_rl.learner.layouts.sharding import end_forward
 from async_rl.learner.losses.batch import TokenLogprobs
 from async_rl.learner.losses.objective import Objective, StepOutcome, update_stats
+from async_rl.learner.model.heads import SCORE_WEIGHT
+from async_rl.learner.model.policy_model import PolicyModel
+from async_rl.learner.optimizers.optimizer import AdamW, Schedule
+from async_rl.learner.phases import PhaseClock, peak_memory_bytes
 from async_rl.learner.ranks import Ranks
 from async_rl.learner.sequences import TrainSequence
 

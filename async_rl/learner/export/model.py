@@ -23,10 +23,10 @@ from async_rl.errors import ModelError, RunError
 from async_rl.learner.checkpoints.digests import find_damage, is_inside
 from async_rl.learner.checkpoints.files import MODEL_FILES, model_part, reading
 from async_rl.learner.checkpoints.stored_tensors import load_tensors, read_batches, stored_names
-from async_rl.learner.engine.heads import auto_class, is_value_config
-from async_rl.learner.engine.lora import ADAPTER_CONFIG, check_base, has_adapters, merge_into, peft_names
 from async_rl.learner.export.model_card import write_model_card
 from async_rl.learner.export.shards import BATCH_BYTES, MAX_SHARD_BYTES, plan_export, write_shards
+from async_rl.learner.model.heads import auto_class, is_value_config
+from async_rl.learner.model.lora import ADAPTER_CONFIG, check_base, has_adapters, merge_into, peft_names
 from async_rl.output import Report, ignore
 
 if TYPE_CHECKING:

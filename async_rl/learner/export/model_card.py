@@ -14,7 +14,7 @@ from typing import Any
 from async_rl.config.loading import config_from_toml, plain_values
 from async_rl.errors import ConfigError, QueueError
 from async_rl.learner.checkpoints.files import STEP, read_extra
-from async_rl.learner.engine.lora import ADAPTER_CONFIG
+from async_rl.learner.model.lora import ADAPTER_CONFIG
 from async_rl.process.package_versions import package_versions
 from async_rl.queue.core.persistence import snapshot_ledger
 from async_rl.run.config_changes import read_changes

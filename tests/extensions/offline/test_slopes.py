@@ -15,10 +15,10 @@ from torch.nn.functional import logsigmoid
 from async_rl.extensions.offline.slopes import SlopeObjective, sequence_slopes, sequence_sums, with_slopes
 from async_rl.learner.data.packing import pack
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
-from async_rl.learner.engine.model import to_device
 from async_rl.learner.interface import PolicyScores
 from async_rl.learner.losses.batch import TokenLogprobs
 from async_rl.learner.losses.objective import StepOutcome, update_stats
+from async_rl.learner.model.policy_model import to_device
 from async_rl.learner.ranks import init_ranks
 from async_rl.learner.sequences import TrainSequence
 from tests.learner.rank_scenarios import PLAIN, pairs_loss, sequences_with_a_group

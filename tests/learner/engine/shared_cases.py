@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from async_rl.config.config import Config
-from async_rl.learner.engine.logprobs import token_logprobs
-from async_rl.learner.engine.mask_tensors import MaskTensors
 from async_rl.learner.losses.batch import Slopes, TokenLogprobs
+from async_rl.learner.model.logprobs import token_logprobs
+from async_rl.learner.model.mask_tensors import MaskTensors
 from async_rl.learner.ranks import Ranks, init_ranks
 from async_rl.learner.sequences import TrainSequence
 from async_rl.sampling_mask import pack_ids

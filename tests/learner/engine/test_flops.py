@@ -15,7 +15,7 @@ from transformers import MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen2Fo
 from async_rl.config.learner import ModelConfig
 from async_rl.learner.data.packing import pack
 from async_rl.learner.engine.flops import StepFlops, peak_flops_per_s
-from async_rl.learner.engine.model import PolicyModel, load_model, to_device
+from async_rl.learner.model.policy_model import PolicyModel, load_model, to_device
 from async_rl.learner.sequences import TrainSequence
 from tests.learner.tiny import random_sequences, tiny_model
 

@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from async_rl.config.loss import LossConfig
 from async_rl.extensions.offline.sft import SupervisedObjective
 from async_rl.learner.data.packing import pack
-from async_rl.learner.engine.logprobs import token_logprobs
-from async_rl.learner.engine.mask_tensors import MaskTensors
-from async_rl.learner.engine.model import DeviceBatch, to_device
 from async_rl.learner.losses.batch import SlopeFunction, Slopes, TokenLogprobs
 from async_rl.learner.losses.objective import Objective, PolicyObjective
+from async_rl.learner.model.logprobs import token_logprobs
+from async_rl.learner.model.mask_tensors import MaskTensors
+from async_rl.learner.model.policy_model import DeviceBatch, to_device
 from async_rl.learner.sequences import TrainSequence
 from async_rl.sampling_mask import pack_ids
-from tests.learner.engine.logits_rows import LogitsRows
 from tests.learner.losses.cases import SETTINGS
+from tests.learner.model.logits_rows import LogitsRows
 
 HIDDEN, VOCAB, ROWS = 8, 40, 4
 LENGTHS = (9, 2, 7, 5)

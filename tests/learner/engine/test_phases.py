@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from async_rl.learner.engine import phases
+from async_rl.learner import phases
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
-from async_rl.learner.engine.phases import PhaseClock
+from async_rl.learner.phases import PhaseClock
 from async_rl.learner.ranks import init_ranks
 from tests.learner.tiny import random_sequences, tiny_config, tiny_model
 

@@ -12,8 +12,8 @@ import torch
 from async_rl.config.learner import ModelConfig
 from async_rl.config.loss import LossConfig
 from async_rl.learner.data.packing import pack
-from async_rl.learner.engine.model import PolicyModel, load_model, to_device
 from async_rl.learner.losses.objective import PolicyObjective, policy_objective
+from async_rl.learner.model.policy_model import PolicyModel, load_model, to_device
 from async_rl.learner.sequences import TrainSequence
 from async_rl.sampling_mask import pack_ids
 from benchmarks.gpu_smoke.waits import Waits

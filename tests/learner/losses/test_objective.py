@@ -13,7 +13,6 @@ from torch import Tensor
 
 from async_rl.config.loss import LossConfig
 from async_rl.learner.data.packing import pack
-from async_rl.learner.engine.model import DeviceBatch, to_device
 from async_rl.learner.losses.batch import TokenLogprobs
 from async_rl.learner.losses.objective import (
     PolicyObjective,
@@ -21,6 +20,7 @@ from async_rl.learner.losses.objective import (
     policy_objective,
     update_stats,
 )
+from async_rl.learner.model.policy_model import DeviceBatch, to_device
 from async_rl.learner.sequences import TrainSequence
 from tests.learner.tiny import tiny_config
 
