@@ -25,9 +25,9 @@ HEAVY = ("torch", "transformers")
 LIGHT = (
     "registry", "extensions.insight", "extensions.ops.commands", "extensions.ops.slurm",
     "extensions.ops.sinks.check", "extensions.ops.mirror", "errors", "attention_limits", "sampling_mask", "routes",
-    "records", "config", "net", "process", "sandbox", "run", "rewards", "environments", "data", "scoring", "queue",
+    "records", "config", "net", "process", "run", "rewards", "environments", "data", "scoring", "queue",
     "launch", "cli", "api", "checks.doctor", "checks.table", "evaluation.table", "learner.memory_plan",
-    "extensions.quickstart", "extensions.offline.commands",
+    "extensions.quickstart", "extensions.offline.commands", "extensions.code_rewards",
     "generator.start", "generator.backend", "generator.conformance", "generator.parity",
     "generator.fake", "generator.rollouts", "generator.teachers", "generator.offline", "generator.environment_rollouts",
     "generator.agents", "generator.open_sequence",
@@ -80,7 +80,7 @@ def imported(tree: ast.AST, name: str, *, runs: bool = True) -> Iterator[tuple[s
 
 
 def module_of(target: str) -> str:
-    """The module behind an import: ``rewards.code.Judge`` is ``rewards.code``, ``__version__`` the package itself."""
+    """The module behind an import: ``rewards.judge.Judge`` is ``rewards.judge``, ``__version__`` the package itself."""
     while target and target not in MODULES:
         target = target.rpartition(".")[0]
     return target or "__init__"

@@ -1,5 +1,5 @@
-"""Checks of this machine: package versions, CPU cores, CUDA devices, inference engines, compiler, sandbox, and a
-broadcast between two ranks."""
+"""Checks of this machine: package versions, CPU cores, CUDA devices, inference engines, compiler, and a broadcast
+between two ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from async_rl.generator.start.worker import scratch_directory
 from async_rl.output import size_text
 from async_rl.process.child import DEVICES_ARE_DEALT
 from async_rl.process.package_versions import package_versions
-from async_rl.rewards.registry import build_reward
 from async_rl.weights.collective.libraries import COLLECTIVES, collectives
 
 _SHARED_BYTES = 1 << 30
@@ -198,28 +197,6 @@ def check_compiler(config: Config) -> Iterator[Finding]:
         f"there is {' or '.join(compilers)} for learner.compile; only a start shows whether it finds Python's headers"
     )
     yield Finding("compiler", "OK", text)
-
-
-def check_sandbox(config: Config) -> Iterator[Finding]:
-    """If the reward runs programs, check that this machine can isolate them, or that the configured verifier answers.
-
-    Raises:
-        SandboxError: the check failed, and ``reward.code.allow_unsafe`` is false.
-    """
-    if config.reward.runs_programs:
-        build_reward(config).close()
-        yield sandbox_finding(config)
-
-
-def sandbox_finding(config: Config) -> Finding:
-    """Return what becomes of programs where the sandbox, or the verifier, could be started."""
-    code = config.reward.code
-    if code.endpoint is not None:
-        return Finding("sandbox", "OK", f"the verifier at {code.endpoint} judges programs")
-    if code.allow_unsafe:
-        fix = "set reward.code.allow_unsafe = false to make sure that programs are isolated"
-        return Finding("sandbox", "WARN", "programs run without a sandbox if this machine can't isolate them", fix=fix)
-    return Finding("sandbox", "OK", "programs run isolated")
 
 
 def check_scratch() -> Iterator[Finding]:

@@ -490,30 +490,6 @@ def agent(
         )  # fmt: skip
 
 
-@app.command(short_help="Run and judge programs for generators that can't isolate them.")
-def verifier(
-    bind: Annotated[
-        str, typer.Option("--bind", metavar="HOST:PORT", help="Where to listen; port 0 takes any free port.")
-    ] = "127.0.0.1:8000",
-    overrides: Overrides = None,
-    insecure: Insecure = False,
-) -> None:
-    """Judge programs over HTTP for generators whose machines can't isolate them (reward.code.endpoint).
-
-    It runs programs in this machine's sandbox, under the reward.code.* limits that --set gives here. It does not
-    authenticate clients, so an address beyond loopback needs --insecure and a trusted network.
-
-    \b
-    Example:
-      async-rl verifier --bind 10.0.0.1:8000 --insecure \\
-        --set reward.code.workers=16
-    """
-    with role():
-        from async_rl.rewards.code_remote import serve
-
-        serve(bind, overrides or [], insecure=insecure)
-
-
 app.add_typer(tools)
 
 

@@ -9,14 +9,14 @@ user). Other columns go to the reward as they are. What can't be sent to a gener
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, Literal, get_args
 
 from async_rl.config.config import Config
@@ -33,14 +33,17 @@ from async_rl.data.values import kind
 from async_rl.environments.verifiers_rows import is_of_taskset, taskset_rows
 from async_rl.errors import DataError
 from async_rl.records import DROPPED_KEY, TEXT_ROLE, TOOLS_ROLE
-from async_rl.rewards.code_tests import parse_tests
+from async_rl.registry import load, our_offers
 from async_rl.rewards.gold import gold_readings, number_text
 
 _KEYS: tuple[RowField, ...] = get_args(RowField)
 _JSON_KEYS: tuple[RowField, ...] = ("messages", "tools", "test_cases", "extra_info")
 """Keys whose value may be JSON text. CSV can't hold objects, and some datasets write test cases as text."""
-_TEST_DEPTH = 2
-"""Number of lists and objects around one value of ``test_cases``."""
+
+FieldReader = Callable[[dict[str, Any]], dict[str, Any]]
+"""What ``async_rl.row_fields`` has: a function of the fields of a row. It checks the field that it is offered for, and
+returns the fields as a generator gets them, or as they are if the row lacks that field. ValueError names a wrong field.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +109,12 @@ def parse_row(raw: Any, where: str, rules: RowRules) -> Row:
     raw = {name: value for name, value in raw.items() if name not in rules.ignore}
     fields = _canonical(raw, rules.columns, where)
     _parse_json_text(fields, where, rules)
-    if "test_cases" in rules.needs and "test_cases" not in fields and {"test", "entry_point"} <= fields.keys():
-        fields["test_cases"] = _check_form(fields)
+    for key in rules.needs:
+        if read := _reader(key):
+            try:
+                fields = read(fields)
+            except ValueError as error:
+                raise DataError(f"{where}: {str(error).replace(key, _column(key, rules), 1)}") from None
     _check_keys(fields, raw, where, rules)
     messages = _messages(fields, where, rules)
     is_chat = rules.template and messages and messages[0]["role"] != TEXT_ROLE
@@ -118,9 +125,14 @@ def parse_row(raw: Any, where: str, rules: RowRules) -> Row:
     reward_data = {key: value for key, value in fields.items() if key not in ("messages", "prompt")}
     if "gt_answer" in rules.needs or isinstance(reward_data.get("gt_answer"), str | int | float):
         reward_data["gt_answer"] = _answer(reward_data, f"{where}: {_column('gt_answer', rules)}", rules)
-    if "test_cases" in rules.needs:
-        reward_data |= _test_cases(reward_data, where, _column("test_cases", rules))
     return Row(messages, _sendable(messages, reward_data, where, rules))
+
+
+@cache
+def _reader(key: RowField) -> FieldReader | None:
+    """Return what an extension offers to read the field ``key`` of rows whose reward needs it, if one does."""
+    offer = our_offers("async_rl.row_fields").get(key)
+    return None if offer is None else load(offer)
 
 
 def _parse_json_text(fields: dict[str, Any], where: str, rules: RowRules) -> None:
@@ -268,44 +280,6 @@ def _answer(fields: Mapping[str, Any], where: str, rules: RowRules) -> Any:
         expected = "an answer that can be compared" if says_nothing else "a number, or text that is not blank"
         raise DataError(f"{where}: expected {expected}, got {kind(answer)}")
     return answer if text is None or (rules.keeps_numbers and not why_unsendable(answer)) else text
-
-
-def _check_form(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the tests of a row in HumanEval's form, ``test`` and ``entry_point``, which are taken out of ``fields``.
-
-    If the prompt is Python (a function without its body), it is the setup, with its imports and helpers.
-    """
-    prompt = fields.get("prompt")
-    try:
-        is_code = isinstance(prompt, str) and any(isinstance(node, ast.FunctionDef) for node in ast.parse(prompt).body)
-    except (SyntaxError, ValueError, RecursionError):
-        is_code = False
-    cases = {"check": fields.pop("test"), "fn_name": fields.pop("entry_point")}
-    return cases | ({"setup": prompt} if is_code else {})
-
-
-def _test_cases(fields: Mapping[str, Any], where: str, column: str) -> dict[str, Any]:
-    """Check the tests in ``fields``, the fields of a row. Return the fields ``test_cases`` and ``fn_name`` for the row.
-
-    The returned ``test_cases`` has only ``inputs`` and ``outputs``, or ``check`` and ``setup``. ``fn_name`` is left out
-    if the program is a script. Values that can't be sent to a generator are JSON text, which ``parse_tests`` reads.
-    """
-    try:
-        function = parse_tests(fields).function
-    except ValueError as error:
-        raise DataError(f"{where}: {str(error).replace('test_cases', column, 1)}") from None
-    cases = {
-        key: fields["test_cases"][key] for key in ("inputs", "outputs", "check", "setup") if key in fields["test_cases"]
-    }
-    if function is not None and "check" not in cases:  # values of any size and depth can be sent as JSON text
-        cases["inputs"] = [
-            "\n".join(map(json.dumps, given)) if why_unsendable(given, _TEST_DEPTH) else given
-            for given in cases["inputs"]
-        ]
-        cases["outputs"] = [
-            json.dumps(value) if why_unsendable(value, _TEST_DEPTH) else value for value in cases["outputs"]
-        ]
-    return {"test_cases": cases} | ({} if function is None else {"fn_name": function})
 
 
 def _sendable(

@@ -7,7 +7,10 @@ An extension gives the core things of a few kinds, each under a name, as an inst
 * ``async_rl.sinks``: what opens a sink of ``log.to``; ``async_rl.sink_checks``: whether it can be opened;
 * ``async_rl.mirrors``: a class that copies runs to ``checkpoint.mirror``, and brings them back from there;
 * ``async_rl.checks``: a check of a config before a start, which a row of ``checks/table.py`` names;
-* ``async_rl.rewards`` and ``async_rl.environments``: a name for ``reward.type`` or ``environment.type``.
+* ``async_rl.rewards`` and ``async_rl.environments``: a name for ``reward.type`` or ``environment.name``. Ours is a
+  ``Builder`` (``rewards/registry.py``), a package's is its own code for it, of which a config gets MODULE:ATTRIBUTE;
+* ``async_rl.row_fields``: what reads the field of that name in rows whose reward needs it (``data/dataset.py``), only
+  ours.
 
 ``OFFERS`` is to this package what ``[project.entry-points]`` is to another; a checkout that is not installed has none.
 """
@@ -26,6 +29,7 @@ OFFERS: Mapping[str, Mapping[str, str]] = {
         "compare": "async_rl.extensions.insight.commands:compare_command",
         "sweep": "async_rl.extensions.insight.commands:sweep_command",
         "plan": "async_rl.extensions.insight.commands:plan_command",
+        "verifier": "async_rl.extensions.code_rewards.commands:verifier_command",
     },
     "async_rl.pages": {"report": "async_rl.extensions.insight.report.report:write_report"},
     "async_rl.sinks": {
@@ -38,6 +42,11 @@ OFFERS: Mapping[str, Mapping[str, str]] = {
     "async_rl.sink_checks": dict.fromkeys(
         ("wandb", "tensorboard", "trackio", "mlflow"), "async_rl.extensions.ops.sinks.check:check"
     ),
-    "async_rl.checks": {"offline": "async_rl.extensions.offline.checks:check_offline_rows"},
+    "async_rl.checks": {
+        "offline": "async_rl.extensions.offline.checks:check_offline_rows",
+        "sandbox": "async_rl.extensions.code_rewards.checks:check_sandbox",
+    },
+    "async_rl.rewards": {"code": "async_rl.extensions.code_rewards.builder:code_reward"},
+    "async_rl.row_fields": {"test_cases": "async_rl.extensions.code_rewards.rows:read_tests"},
 }
 """Kind -> name -> MODULE:ATTRIBUTE, for each kind in the order in which they are shown."""

@@ -4,6 +4,5 @@ Generators and offline evaluation call ``registry.build_reward`` and then the re
 reward, add an entry to ``config.reward.REWARD_TYPES``, a class to this folder, and a line to ``registry.REWARDS`` that
 builds the class. ``conformance`` checks the new reward. ``answers`` scores known answers with ``extraction`` and the
 folder ``math``, which decides whether two answers are the same mathematics. ``functions`` calls the user's functions,
-also in the forms of TRL and verl (``forms``). ``code`` finds programs with ``fences`` and scores them with
-``code_tests``, and with the sandbox or ``code_remote``.
+also in the forms of TRL and verl (``forms``).
 """

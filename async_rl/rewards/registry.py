@@ -18,9 +18,8 @@ from async_rl.config.section import look_up
 from async_rl.errors import RewardError
 from async_rl.net.keys import ClientKeys
 from async_rl.process.user_code import digest_of, is_code_name, load_code
+from async_rl.registry import load, our_offers
 from async_rl.rewards.answers import AnswerReward, XmlFormatReward, same_mathematics, same_text
-from async_rl.rewards.code import CodeReward, local_judge
-from async_rl.rewards.code_remote import RemoteJudge
 from async_rl.rewards.extraction import Extraction, extract_answer_tag, extract_boxed, extract_xml_answer
 from async_rl.rewards.functions import FunctionReward
 from async_rl.rewards.judge import judge_reward
@@ -71,7 +70,9 @@ def build_reward(
 
 def _named(name: str, config: Config, scale: float, code_digests: Mapping[str, str] | None) -> Reward:
     if not is_code_name(name):
-        return look_up(REWARDS, name, "reward.type")(config, scale)
+        offer = our_offers("async_rl.rewards").get(name)
+        build: Builder = look_up(REWARDS, name, "reward.type") if offer is None else load(offer)
+        return build(config, scale)
     function = load_code(name, allowed=config.generator.allow_code, digest=digest_of(name, code_digests))
     return FunctionReward(
         name,
@@ -100,32 +101,17 @@ def _answer_reward(name: str, extract: Callable[[str], Extraction]) -> Builder:
     return build
 
 
-def _code_reward(config: Config, scale: float) -> CodeReward:
-    """Build the reward for programs. Start the sandbox, or check the verifier at ``reward.code.endpoint``.
-
-    Raises:
-        SandboxError: the sandbox or the verifier does not work. The message says what to do.
-    """
-    code = config.reward.code
-    return CodeReward(
-        RemoteJudge(code) if code.endpoint is not None else local_judge(code),
-        scale=scale,
-        partial_credit=code.partial_credit,
-        num_workers=code.num_workers,
-    )
-
-
 REWARDS: Mapping[str, Builder] = {
     "boxed": _answer_reward("boxed", extract_boxed),
     "think_answer_tags": _answer_reward("think_answer_tags", extract_answer_tag),
     "exact": _answer_reward("exact", extract_xml_answer),
     "xml_format": lambda config, scale: XmlFormatReward(scale=scale),
-    "code": _code_reward,
     "model": model_reward,
     "judge": judge_reward,
     "none": lambda config, scale: NoReward(),
 }
-"""The builder of each built-in reward, by name. ``config.reward.REWARD_TYPES`` has the same names."""
+"""The builder of each built-in reward, by name. ``config.reward.REWARD_TYPES`` has these names, and those for which an
+extension offers a builder (``async_rl.rewards``)."""
 
 
 OverlongPenalty = Callable[[RewardInput, float, bool], float]

@@ -242,16 +242,6 @@ def test_a_reward_that_takes_any_answer(root: Path):
     assert "allow_code" in red(made(make_config(root, reward=reward), *OF_REWARD)).fix
 
 
-def test_the_sandbox_is_said_to_isolate_programs_only_where_it_must(root: Path):
-    for code, state, words in (
-        ({}, "OK", "isolated"),
-        ({"allow_unsafe": True}, "WARN", "without a sandbox"),
-        ({"endpoint": "http://127.0.0.1:1"}, "OK", "the verifier at http://127.0.0.1:1"),
-    ):
-        row = machine.sandbox_finding(make_config(root, reward={"type": "code", "code": code}))
-        assert (row.state, words in row.found, bool(row.fix)) == (state, True, state == "WARN")
-
-
 def test_a_reward_that_is_right(root: Path):
     (row,) = made(make_config(root), *OF_REWARD)
     assert row.state == "OK"
@@ -273,17 +263,6 @@ def test_answers_that_say_nothing_are_counted(root: Path):
     assert [row.state for row in data] == ["FAIL"]
     assert "gt_answer: expected an answer that can be compared, got the text 'proof'" in data[0].message
     assert "(2 of 4 rows have errors)" in data[0].message
-
-
-def test_programs_that_cant_be_isolated(root: Path, monkeypatch: pytest.MonkeyPatch):
-    from async_rl.errors import SandboxError
-
-    def refuse(config: Config) -> Any:
-        raise SandboxError("no user namespaces here; run generators elsewhere")
-
-    monkeypatch.setattr(machine, "build_reward", refuse)
-    row = red(made(make_config(root, reward={"type": "code"}), "sandbox", "reward"))
-    assert (row.check, "namespaces" in row.found) == ("sandbox", True)
 
 
 def test_a_network_file_system_and_a_full_disk(root: Path, monkeypatch: pytest.MonkeyPatch):

@@ -19,11 +19,11 @@ import pytest
 
 from async_rl.config.reward import CodeRewardConfig
 from async_rl.errors import SandboxFailedError
+from async_rl.extensions.code_rewards.row_tests import parse_tests
+from async_rl.extensions.code_rewards.verifier import RemoteJudge, VerifierServer
 from async_rl.net.connections import MAX_CONNECTIONS, MAX_UNAUTHENTICATED
 from async_rl.net.keys import ClientKeys, ServerKeys, make_keys
 from async_rl.queue.client.clients import LearnerQueue
-from async_rl.rewards.code_remote import RemoteJudge, VerifierServer
-from async_rl.rewards.code_tests import parse_tests
 from async_rl.weights.channel.receiver import Receiver
 from async_rl.weights.control import parse_channel
 from tests.forked import Forked

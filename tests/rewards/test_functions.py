@@ -17,6 +17,7 @@ from async_rl.config.config import Config
 from async_rl.config.reward import REWARD_TYPES
 from async_rl.errors import ConfigError, RewardError
 from async_rl.generator.start.worker import grading_threads
+from async_rl.registry import our_offers
 from async_rl.rewards.functions import MAX_CONCURRENT_CALLS, FunctionReward
 from async_rl.rewards.records import RewardInput, RewardOutput
 from async_rl.rewards.registry import REWARDS, build_reward
@@ -208,7 +209,7 @@ def test_overlong_answers_are_punished_after_all_is_summed(source: Path):
 
 
 def test_the_tables_name_the_same_rewards():
-    assert REWARDS.keys() == REWARD_TYPES.keys()
+    assert REWARDS.keys() | our_offers("async_rl.rewards").keys() == REWARD_TYPES.keys()
 
 
 @pytest.mark.parametrize("extra", [{"xml_format": 0.0}, {"best": 1.0}, {"xml_format": "much"}])

@@ -17,10 +17,10 @@ import psutil
 import pytest
 
 from async_rl.config.loading import parse_config
+from async_rl.extensions.code_rewards.sandbox import Program, Sandbox
+from async_rl.process.sandbox.limits import Limits
 from async_rl.rewards.records import Reward, RewardInput
 from async_rl.rewards.registry import build_reward
-from async_rl.sandbox.child import Limits
-from async_rl.sandbox.sandbox import Program, Sandbox
 
 EXPECTED = "the expected output is 1f0c8a\n"
 TIME_LIMIT_S = 1.0
@@ -73,7 +73,7 @@ def processes_with(marker: str) -> list[int]:
 def own_launchers() -> set[int]:
     """The launchers of this process's sandboxes. Others may come and go: another process may run tests too."""
     descendants = {child.pid for child in psutil.Process().children(recursive=True)}
-    return descendants & set(processes_with("async_rl.sandbox.launcher"))
+    return descendants & set(processes_with("async_rl.extensions.code_rewards.program"))
 
 
 def test_a_right_program_is_paid_here_so_that_the_others_are_refused_for_what_they_do(reward: Reward):

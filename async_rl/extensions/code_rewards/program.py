@@ -1,7 +1,8 @@
-"""The process of one program. The launcher forks it for every run. It gives up its rights, then runs the program.
+"""The process of one Python program. The launcher forks it for every run. It gives up its rights, and runs the program.
 
-It begins as process 1 of a new process namespace. It shares the launcher's other namespaces and root directory until it
-calls ``confine``. When the program runs, it can change everything in this process, so nothing here is trusted then.
+This module is what the launcher's process (``process/sandbox/launcher.py``) runs. The process of a program begins as
+process 1 of a new process namespace. It shares the launcher's other namespaces and root directory until it is confined.
+When the program runs, it can change everything in this process, so nothing here is trusted then.
 """
 
 from __future__ import annotations
@@ -11,47 +12,17 @@ import builtins
 import importlib
 import json
 import linecache
-import math
 import os
-import resource
 import signal
 import sys
 import threading
 import traceback
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
-from async_rl.sandbox import system
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """The limits of one run of one program.
-
-    Attributes:
-        time_s: wall-clock seconds. The limit on processor seconds is between 1 and 2 s higher.
-        memory_bytes: size of the address space.
-        output_bytes: size of standard output, and of any file that the program writes.
-        scratch_bytes: size of all files in the program's private directory together.
-        max_threads: number of threads, with the main thread. A program can't start processes.
-    """
-
-    time_s: float
-    memory_bytes: int
-    output_bytes: int
-    scratch_bytes: int
-    max_threads: int
-
-    def to_record(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> Limits:
-        return cls(**record)
-
+from async_rl.process.sandbox import launcher, system
 
 FAILED_EXIT = 1
 """Exit code of a program that raised an exception. Python uses the same code."""
@@ -61,21 +32,6 @@ UNUSABLE_EXIT = 121
 
 UNWRITABLE_EXIT = 120
 """Exit code of a program whose output could not be written at exit. Python uses the same code."""
-
-ENVIRONMENT = {
-    "HOME": system.SCRATCH,
-    "LANG": "C.UTF-8",
-    "LC_ALL": "C.UTF-8",
-    "PATH": "",
-    "PYTHONHASHSEED": "0",  # the same program gives the same output
-    "TMPDIR": system.SCRATCH,
-    "TZ": "UTC",
-    # Numerical libraries start one thread per core when imported; a forked child would lack these threads.
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-}
-"""All environment variables of a program."""
 
 FILE_NAME = "program.py"
 
@@ -93,13 +49,9 @@ _NAMED_MODULES = (
 """Modules that a program can use by their names without an import."""
 
 _RECURSION_LIMIT = 600_000
-_STACK_BYTES = 112 << 20
-"""Maximum size in bytes of the main thread's stack. Linux keeps 128 MiB free below that stack, so a larger stack could
-overwrite other memory."""
 
 _ANSWER_FD, _REPLY_FD = 3, 4
 _ASIDE_FD = 100
-_MAX_OPEN_FILES = 64
 _SHOWN_FRAMES = 8
 _CHUNK_BYTES = 1 << 20
 
@@ -165,45 +117,6 @@ def _take_descriptors(descriptors: Sequence[int]) -> dict[str, Any]:
     if not is_call:
         os.close(_ANSWER_FD)
     return request
-
-
-def confine(limits: Limits, seccomp_filter: bytes) -> None:
-    """Isolate this process and take its rights away, before the program's code runs.
-
-    The process gets a private directory, a network and a user namespace, and limits. It loses all capabilities and most
-    system calls.
-
-    Raises:
-        OSError: the kernel refuses one of these steps.
-    """
-    os.setsid()
-    system.unshare(system.CLONE_NEWNS | system.CLONE_NEWNET)
-    system.mount_scratch(limits.scratch_bytes)
-    # A separate user namespace, with no user mapped into it, counts the program's threads separately.
-    system.unshare(system.CLONE_NEWUSER)
-    set_limits(limits)
-    resource.setrlimit(resource.RLIMIT_NPROC, (limits.max_threads, limits.max_threads))
-    system.prctl(system.PR_SET_NO_NEW_PRIVS, 1)
-    system.drop_capabilities()
-    system.load_filter(seccomp_filter)
-
-
-def set_limits(limits: Limits) -> None:
-    """Set the limits on time, memory and files for this process. The limit on threads is set in ``confine``."""
-    cpu_s = math.ceil(limits.time_s) + 1
-    for kind, value in (
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_CPU, cpu_s),
-        (resource.RLIMIT_FSIZE, limits.output_bytes),
-        (resource.RLIMIT_NOFILE, _MAX_OPEN_FILES),
-        (resource.RLIMIT_MEMLOCK, 0),
-        (resource.RLIMIT_MSGQUEUE, 0),
-        (resource.RLIMIT_AS, limits.memory_bytes),
-    ):
-        resource.setrlimit(kind, (value, value))
-    _, hard = resource.getrlimit(resource.RLIMIT_STACK)
-    stack = _STACK_BYTES if hard == resource.RLIM_INFINITY else min(_STACK_BYTES, hard)
-    resource.setrlimit(resource.RLIMIT_STACK, (stack, hard))
 
 
 def _execute(request: dict[str, Any], prelude: dict[str, Any]) -> int:
@@ -316,3 +229,7 @@ def _plain(value: Any) -> Any:
 def _write_all(fd: int, data: bytes) -> None:
     while data:
         data = data[os.write(fd, data) :]
+
+
+if __name__ == "__main__":
+    launcher.main(load_prelude, run)

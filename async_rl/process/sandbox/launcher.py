@@ -1,6 +1,7 @@
 """The launcher process. It isolates itself from the machine, then forks an isolated child process for every program.
 
-``Sandbox`` starts it with the command ``python -m async_rl.sandbox.launcher SOCKET_FD SETTINGS_JSON``.
+``client.Launcher`` starts it with the command ``python -m MODULE SOCKET_FD SETTINGS_JSON``. MODULE calls ``main``, and
+gives it what loads modules for programs and what runs a program.
 
 The launcher is two processes. The *outer* process isolates itself from the machine with new namespaces (user, mount,
 network, IPC, host name, process ids), a root directory that has only the interpreter's libraries, and an unprivileged
@@ -29,14 +30,15 @@ import socket
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from async_rl.process.child import kill_group
-from async_rl.sandbox import child, system
-from async_rl.sandbox.child import Limits
-from async_rl.sandbox.system import build_filter
+from async_rl.process.sandbox import system
+from async_rl.process.sandbox.limits import ENVIRONMENT, Limits, confine, set_limits
+from async_rl.process.sandbox.system import build_filter
 
 NOBODY = 65534
 """The user id and group id that programs run with if root starts the launcher."""
@@ -46,7 +48,17 @@ REQUEST_BYTES = 4096
 _ORPHAN_CHECK_S = 1.0
 
 
-def main() -> None:
+Load = Callable[[Sequence[str]], Any]
+"""A function of the names of packages. It imports what programs use, before the launcher isolates itself, and returns
+what ``Run`` gets of it. It may raise ImportError."""
+Run = Callable[[Sequence[int], Callable[[], None], Any], NoReturn]
+"""A function that the process of a program calls. It gets the descriptors of the request, a function that confines the
+process, and what ``Load`` returned. It ends the process."""
+_Body = Callable[[Sequence[int], Callable[[], None]], NoReturn]
+
+
+def main(load: Load, run: Run) -> None:
+    """Be the launcher: the body of a module that ``client.Launcher`` starts."""
     parent_pid, control, settings = os.getppid(), int(sys.argv[1]), json.loads(sys.argv[2])
     _leave_the_parent()
     steps, isolated = _Steps(control), not settings["unsafe"]
@@ -58,13 +70,13 @@ def main() -> None:
     visible = system.visible_paths(libraries)
     sys.path[:] = libraries
     with steps("packages"):
-        prelude = child.load_prelude(settings["packages"])
+        loaded = load(settings["packages"])
     if isolated:
         with steps("namespaces"):
             _isolate(visible, steps)
     inner = os.fork()
     if inner == 0:
-        _serve(control, seccomp_filter, prelude)
+        _serve(control, seccomp_filter, lambda fds, confine_here: run(fds, confine_here, loaded))
     os.close(control)
     _wait_for(inner, parent_pid)
 
@@ -76,7 +88,7 @@ def _leave_the_parent() -> None:
     os.dup2(2, 1)
     sys.argv[:] = ["launcher"]
     for name in list(os.environ):
-        if name not in child.ENVIRONMENT:
+        if name not in ENVIRONMENT:
             del os.environ[name]
 
 
@@ -197,17 +209,17 @@ def _wait_for(inner: int, parent_pid: int) -> None:
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
 
 
-def _serve(control: int, seccomp_filter: bytes, prelude: dict[str, Any]) -> NoReturn:
+def _serve(control: int, seccomp_filter: bytes, run: _Body) -> NoReturn:
     """Run programs in the inner process until the other end of the socket ``control`` is closed."""
     system.prctl(system.PR_SET_PDEATHSIG, signal.SIGKILL)
     gc.collect()
     gc.freeze()  # garbage collections skip these objects, so children go on sharing their pages
     _send(control, {"ready": True})
     if seccomp_filter:
-        _Server(control, _Isolation(seccomp_filter), prelude).serve()
+        _Server(control, _Isolation(seccomp_filter), run).serve()
     else:
         with tempfile.TemporaryDirectory(prefix="async-rl-unsafe-", ignore_cleanup_errors=True) as directory:
-            _Server(control, _Unprotected(directory), prelude).serve()
+            _Server(control, _Unprotected(directory), run).serve()
     os._exit(0)
 
 
@@ -234,7 +246,7 @@ class _Isolation:
         return pid
 
     def confine(self, limits: Limits) -> None:
-        child.confine(limits, self._filter)
+        confine(limits, self._filter)
 
     def clean_up(self, pid: int) -> None:
         """Do nothing, because the kernel removes a program's namespaces and files when the program ends."""
@@ -258,7 +270,7 @@ class _Unprotected:
         os.chdir(scratch)
         tempfile.tempdir = scratch
         os.setsid()
-        child.set_limits(limits)
+        set_limits(limits)
 
     def clean_up(self, pid: int) -> None:
         kill_group(pid, signal.SIGKILL)
@@ -285,10 +297,10 @@ class _Running:
 class _Server:
     """Receives requests on the socket ``control``, starts their programs, and kills programs at their deadlines."""
 
-    def __init__(self, control: int, mode: _Isolation | _Unprotected, prelude: dict[str, Any]) -> None:
+    def __init__(self, control: int, mode: _Isolation | _Unprotected, run: _Body) -> None:
         self._control = control
         self._mode = mode
-        self._prelude = prelude
+        self._run = run
         self._running: dict[int, _Running] = {}
         self._poller = select.poll()
         self._poller.register(control, select.POLLIN)
@@ -321,7 +333,7 @@ class _Server:
             os.close(reply)
         else:
             if pid == 0:
-                child.run(descriptors, lambda: self._mode.confine(limits), self._prelude)
+                self._run(descriptors, lambda: self._mode.confine(limits))
             pidfd = os.pidfd_open(pid)
             self._running[pidfd] = _Running(pid, reply, started_s, started_s + limits.time_s)
             self._poller.register(pidfd, select.POLLIN)
@@ -370,7 +382,3 @@ def write_record(fd: int, record: dict[str, Any]) -> None:
     """Write ``record`` as a line of JSON to the pipe ``fd``. Do nothing if nobody reads from the pipe any more."""
     with contextlib.suppress(BrokenPipeError):
         os.write(fd, json.dumps(record).encode() + b"\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """Reads the tests of a row for programs, and decides whether a program's output is right. No program is run here.
 
-There are three forms: scripts, calls, and ``{"check": text}`` with ``def check(candidate)`` (module ``code_check``).
-Tests are read when data is loaded and when a program is scored. A row's ``test_cases`` is ``{"inputs": [...],
+There are three forms: scripts, calls, and ``{"check": text}`` with ``def check(candidate)`` (``check_function``). Tests
+are read when data is loaded and when a program is scored. A row's ``test_cases`` is ``{"inputs": [...],
 "outputs": [...]}``, or JSON text of such an object. For tests that call a function, ``fn_name`` is a key of
 ``test_cases`` or of the row.
 
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal
 
-from async_rl.rewards.code_check import CheckTests
+from async_rl.extensions.code_rewards.check_function import CheckTests
 
 Compare = Literal["tokens", "cascade"]
 

@@ -9,11 +9,13 @@ import pytest
 from async_rl.config.loading import parse_config
 from async_rl.config.reward import CodeRewardConfig
 from async_rl.errors import ConfigError, RewardError
-from async_rl.rewards.code import CodeReward, LocalJudge
+from async_rl.extensions.code_rewards.program import UNUSABLE_EXIT
+from async_rl.extensions.code_rewards.reward import CodeReward, LocalJudge
+from async_rl.extensions.code_rewards.sandbox import Program
+from async_rl.process.sandbox.client import Ran
+from async_rl.process.sandbox.limits import Limits
 from async_rl.rewards.records import RewardInput, RewardOutput
 from async_rl.rewards.registry import RewardSum
-from async_rl.sandbox.child import UNUSABLE_EXIT, Limits
-from async_rl.sandbox.sandbox import Program, Ran
 
 
 class Script:

@@ -1,6 +1,6 @@
 """Becomes somebody with fewer rights, then runs the tests that are named.
 
-    python -m tests.sandbox.unprivileged ordinary|container TESTS
+    python -m tests.extensions.code_rewards.unprivileged ordinary|container TESTS
 
 ``ordinary`` is a user like any other; ``container`` is root as in a container: without the right to mount.
 Root's home is closed to others, and the interpreter may lie in it: in a mount namespace of this process alone it is put
@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.sandbox import system
+from async_rl.process.sandbox import system
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 ORDINARY = 12345
 OPTIONS = ("-q", "-p", "no:cacheprovider")
 PR_CAPBSET_DROP, CAP_SYS_ADMIN = 24, 21

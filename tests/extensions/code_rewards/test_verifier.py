@@ -15,9 +15,9 @@ import pytest
 
 from async_rl.config.reward import CodeRewardConfig
 from async_rl.errors import AddressError, ConfigError, SandboxError, SandboxFailedError
-from async_rl.rewards import code_remote
-from async_rl.rewards.code_remote import PATH, RemoteJudge, VerifierServer, serve
-from async_rl.rewards.code_tests import CodeTests, parse_tests
+from async_rl.extensions.code_rewards import verifier
+from async_rl.extensions.code_rewards.row_tests import CodeTests, parse_tests
+from async_rl.extensions.code_rewards.verifier import PATH, RemoteJudge, VerifierServer, serve
 
 SERVER = CodeRewardConfig(time_limit_s=5.0, packages=(), workers=2)
 SCRIPT = parse_tests({"test_cases": {"inputs": ["1\n", "2\n", "3\n"], "outputs": ["2\n", "4\n", "6\n"]}})
@@ -135,8 +135,8 @@ def test_web_pages_and_absurd_lengths_are_refused(endpoint: str, header: str, st
 
 
 def test_connections_that_send_nothing_do_not_pile_up(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(code_remote, "MAX_CONNECTIONS", 3)
-    monkeypatch.setattr(code_remote, "_REQUEST_S", 1.0)
+    monkeypatch.setattr(verifier, "MAX_CONNECTIONS", 3)
+    monkeypatch.setattr(verifier, "_REQUEST_S", 1.0)
     server = VerifierServer(("127.0.0.1", 0), SERVER)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from async_rl.rewards.fences import extract_program
+from async_rl.extensions.code_rewards.fences import extract_program
 
 ADD = "def add(a, b):\n    return a + b"
 

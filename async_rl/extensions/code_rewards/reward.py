@@ -1,8 +1,8 @@
 """The reward for programs. It extracts the program from the model's text and runs the program on the row's tests.
 
-The input is one finished rollout, and the output is its reward parts and accuracy. ``registry`` builds the reward. A
-judge runs the program: ``LocalJudge`` in this machine's sandbox, or ``code_remote.RemoteJudge`` on another machine.
-Every test runs the program again in a new, isolated process. Outputs are compared outside the sandbox, so the program
+The input is one finished rollout, and the output is its reward parts and accuracy. ``builder`` builds the reward. A
+judge runs the program: ``LocalJudge`` in this machine's sandbox, or ``verifier.RemoteJudge`` on another machine. Every
+test runs the program again in a new, isolated process. Outputs are compared outside the sandbox, so the program
 never gets the expected output.
 """
 
@@ -17,12 +17,14 @@ from typing import Literal, Protocol, get_args
 
 from async_rl.config.reward import CodeRewardConfig
 from async_rl.errors import RewardError
-from async_rl.rewards.code_check import CheckTests, judge_check
-from async_rl.rewards.code_tests import CodeTest, CodeTests, outputs_agree, parse_tests, values_agree
-from async_rl.rewards.fences import extract_program
+from async_rl.extensions.code_rewards.check_function import CheckTests, judge_check
+from async_rl.extensions.code_rewards.fences import extract_program
+from async_rl.extensions.code_rewards.program import UNUSABLE_EXIT
+from async_rl.extensions.code_rewards.row_tests import CodeTest, CodeTests, outputs_agree, parse_tests, values_agree
+from async_rl.extensions.code_rewards.sandbox import Program, Sandbox
+from async_rl.process.sandbox.client import Ran
+from async_rl.process.sandbox.limits import Limits
 from async_rl.rewards.records import RewardInput, RewardOutput
-from async_rl.sandbox.child import UNUSABLE_EXIT, Limits
-from async_rl.sandbox.sandbox import Program, Ran, Sandbox
 
 MAX_EXTRACTED_CHARS = 1000
 """Maximum number of characters of the program that are stored with the rollout, for logs. The rest is cut off."""

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from async_rl.errors import RewardError
-from async_rl.rewards import check_harness
-from async_rl.sandbox.child import UNUSABLE_EXIT
-from async_rl.sandbox.sandbox import Program, Ran
+from async_rl.extensions.code_rewards import check_harness
+from async_rl.extensions.code_rewards.program import UNUSABLE_EXIT
+from async_rl.extensions.code_rewards.sandbox import Program
+from async_rl.process.sandbox.client import Ran
 
 _MAX_ANSWER_BYTES = 1 << 20
 """Maximum size of the return values of one run as JSON. Reading megabytes would block other threads."""

@@ -1,4 +1,4 @@
-"""Runs inside the sandbox: the source of this module is text for ``code_check``, which sends it there.
+"""Runs inside the sandbox: the source of this module is text for ``check_function``, which sends it there.
 
 There are two kinds of processes. One has the answer's program and ``_async_rl_call_all``; it only computes return
 values. The other has the row's tests and ``_async_rl_check``, and never runs code of the answer: ``candidate`` there

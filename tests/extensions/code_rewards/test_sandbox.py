@@ -16,14 +16,17 @@ from typing import Any
 
 import pytest
 
-from async_rl.checks.machine import check_sandbox
+from async_rl.checks.start import Start
+from async_rl.checks.table import CHECKS
 from async_rl.config.loading import parse_config
 from async_rl.errors import SandboxError, SandboxFailedError
-from async_rl.sandbox import sandbox as sandbox_module
-from async_rl.sandbox.child import UNUSABLE_EXIT, Limits
-from async_rl.sandbox.sandbox import Program, Ran, Sandbox, _LauncherLostError  # pyright: ignore[reportPrivateUsage]
+from async_rl.extensions.code_rewards.program import UNUSABLE_EXIT
+from async_rl.extensions.code_rewards.sandbox import Program, Sandbox
+from async_rl.process.sandbox import client
+from async_rl.process.sandbox.client import LauncherLostError, Ran
+from async_rl.process.sandbox.limits import Limits
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 LIMITS = Limits(time_s=30.0, memory_bytes=1 << 30, output_bytes=1 << 20, scratch_bytes=4 << 20, max_threads=16)
 
 
@@ -205,7 +208,7 @@ def test_a_program_that_is_killed_when_memory_runs_out_is_run_once_more(
 
 def test_a_sandbox_that_fails_twice_says_so_and_judges_nothing(monkeypatch: pytest.MonkeyPatch):
     sandbox = Sandbox()
-    monkeypatch.setattr(sandbox_module, "GRACE_S", -29.5)  # answers are given up on before they can come
+    monkeypatch.setattr(client, "GRACE_S", -29.5)  # answers are given up on before they can come
     with pytest.raises(SandboxFailedError, match="failed twice"):
         sandbox.run(Program("import time\ntime.sleep(20)"), LIMITS)
     sandbox.close()
@@ -220,7 +223,7 @@ def test_a_launcher_that_reports_on_other_programs_is_not_given_up_on(since_repo
         reply, theirs = os.pipe()
         os.write(theirs, b'{"ended": {"exit_code": 0}}\n')
         os.close(theirs)
-        is_lost = pytest.raises(_LauncherLostError, match="any program")
+        is_lost = pytest.raises(LauncherLostError, match="any program")
         with is_lost if since_report_s else contextlib.nullcontext():
             assert launcher._read_reply(reply, 30.0, asked_s=time.monotonic() - 40.0) == {"exit_code": 0}
         os.close(reply)
@@ -250,7 +253,7 @@ def test_close_ends_the_launcher_and_the_programs_that_run():
 
 def test_everything_ends_when_the_parent_is_killed():
     program = (
-        "import sys, threading, time; from async_rl.sandbox.sandbox import *\n"
+        "import sys, threading, time; from async_rl.extensions.code_rewards.sandbox import *\n"
         "sandbox = Sandbox(); limits = Limits(60.0, 1 << 29, 1 << 20, 1 << 20, 8)\n"
         "sleep = Program('import time; time.sleep(50)')\n"
         "threading.Thread(target=sandbox.run, args=(sleep, limits), daemon=True).start()\n"
@@ -288,23 +291,24 @@ def test_without_packages_only_the_standard_library_can_be_imported():
 
 
 def test_an_old_kernel_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sandbox_module, "kernel_release", lambda: (5, 10))
+    monkeypatch.setattr(client, "kernel_release", lambda: (5, 10))
     with pytest.raises(SandboxError, match=r"needs Linux 5\.14.*reward\.code\.endpoint.*allow_unsafe"):
         Sandbox()
 
 
 def test_launch_refuses_code_rows_where_programs_can_not_be_isolated(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sandbox_module, "kernel_release", lambda: (5, 10))
+    monkeypatch.setattr(client, "kernel_release", lambda: (5, 10))
     raw = {"run": {"dir": "run"}, "model": {"path": "m"}, "reward": {"type": "code"}}
+    (check,) = (check for check in CHECKS if check.name == "sandbox")
     with pytest.raises(SandboxError, match=r"needs Linux 5\.14"):
-        list(check_sandbox(parse_config(raw, "the test")))
-    assert not list(check_sandbox(parse_config({**raw, "reward": {"type": "boxed"}}, "the test")))
+        list(check.findings(Start(parse_config(raw, "the test"))))
+    assert not list(check.findings(Start(parse_config({**raw, "reward": {"type": "boxed"}}, "the test"))))
 
 
 def test_who_insists_gets_limits_without_isolation_and_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr(sandbox_module, "kernel_release", lambda: (5, 10))
+    monkeypatch.setattr(client, "kernel_release", lambda: (5, 10))
     sandbox = Sandbox(allow_unsafe=True)
     assert not sandbox.is_isolated
     assert "UNPROTECTED" in caplog.text

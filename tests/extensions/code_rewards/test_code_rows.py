@@ -11,10 +11,10 @@ from async_rl.data.dataset import RowRules, load_rows
 from async_rl.records import Prompt
 from async_rl.rewards.records import Reward
 from async_rl.rewards.registry import build_reward
-from tests.rewards.code_answers import CODE_CONTESTS, MBPP
+from tests.extensions.code_rewards.code_answers import CODE_CONTESTS, MBPP
 from tests.rewards.scripted import sampled_group, signs_of_advantages
 
-DATA = Path(__file__).resolve().parents[1] / "data"
+DATA = Path(__file__).resolve().parents[2] / "data"
 ROWS = [
     (file, index, *programs)
     for file, answers in (("code_contests_6.jsonl", CODE_CONTESTS), ("mbpp_10.jsonl", MBPP))

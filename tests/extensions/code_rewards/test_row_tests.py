@@ -7,7 +7,7 @@ import pytest
 
 from async_rl.data.dataset import RowRules, load_rows
 from async_rl.errors import DataError
-from async_rl.rewards.code_tests import CodeTest, CodeTests, parse_tests
+from async_rl.extensions.code_rewards.row_tests import CodeTest, CodeTests, parse_tests
 
 SCRIPT = {"inputs": ["1\n", ["2", "3"]], "outputs": ["1\n", ["4", "5"]]}
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.rewards.code_tests import outputs_agree, parse_tests, values_agree
+from async_rl.extensions.code_rewards.row_tests import outputs_agree, parse_tests, values_agree
 
 
 @pytest.mark.parametrize(

@@ -19,14 +19,14 @@ from typing import Any
 import pytest
 
 from async_rl.config.reward import CodeRewardConfig
-from async_rl.rewards import code_remote
-from async_rl.rewards.code import Judgement, Verdict, judgement_of
-from async_rl.rewards.code_remote import PATH, RemoteJudge, VerifierServer
-from async_rl.rewards.code_tests import CodeTests, parse_tests
+from async_rl.extensions.code_rewards import verifier as verifier_module
+from async_rl.extensions.code_rewards.reward import Judgement, Verdict, judgement_of
+from async_rl.extensions.code_rewards.row_tests import CodeTests, parse_tests
+from async_rl.extensions.code_rewards.verifier import PATH, RemoteJudge, VerifierServer
 from tests.forked import Forked, preload
 from tests.fuzz import CHUNK, FEW, byte_mutants, chunk_rng, long_chunks
 
-preload("async_rl.rewards.code_remote")
+preload("async_rl.extensions.code_rewards.verifier")
 
 DEADLINE_S = 20.0
 MAX_GROWTH_BYTES = 64 << 20
@@ -51,7 +51,7 @@ class PassesOnes:
 
 
 def run_verifier(pipe: Connection) -> None:
-    code_remote.local_judge = lambda code: PassesOnes()  # type: ignore[assignment]
+    verifier_module.local_judge = lambda code: PassesOnes()  # type: ignore[assignment]
     server = VerifierServer(("127.0.0.1", 0), CodeRewardConfig(packages=()))
     pipe.send(server.server_port)
     server.serve_forever()

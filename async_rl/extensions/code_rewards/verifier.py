@@ -28,10 +28,10 @@ from typing import Any
 from async_rl.config.loading import apply_override, parse_config
 from async_rl.config.reward import CodeRewardConfig
 from async_rl.errors import AddressError, ConfigError, RewardError, SandboxError, SandboxFailedError
+from async_rl.extensions.code_rewards.reward import Judgement, Verdict, judgement_of, local_judge
+from async_rl.extensions.code_rewards.row_tests import CodeTest, CodeTests, parse_tests
 from async_rl.net.address import check_address, is_loopback
 from async_rl.net.streams import UnauthenticatedPeers, is_out_of_resources, raise_descriptor_limit, shut_down
-from async_rl.rewards.code import Judgement, Verdict, judgement_of, local_judge
-from async_rl.rewards.code_tests import CodeTest, CodeTests, parse_tests
 
 PATH = "/check_correctness"
 CODES: dict[str, bool | int] = {"passed": True, "wrong": False, "failed": -1, "timed_out": -1, "unusable": -2}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 FEW = "fork_bomb or outside or socket or killing or right_program"
 AGAIN = {"ordinary": f"{FEW} or parents_processes or shut", "container": FEW}
@@ -16,7 +16,8 @@ AGAIN = {"ordinary": f"{FEW} or parents_processes or shut", "container": FEW}
 @pytest.mark.slow
 @pytest.mark.parametrize("who", AGAIN)
 def test_those_with_few_rights_can_confine_programs(who: str):
-    command = [sys.executable, "-m", "tests.sandbox.unprivileged", who, "tests/sandbox/test_attacks.py"]
+    module, tests = "tests.extensions.code_rewards.unprivileged", "tests/extensions/code_rewards/test_attacks.py"
+    command = [sys.executable, "-m", module, who, tests]
     done = subprocess.run(
         [*command, "-k", AGAIN[who]],
         cwd=ROOT,

@@ -10,9 +10,9 @@ import pytest
 from async_rl.config.reward import CodeRewardConfig
 from async_rl.data.dataset import RowRules, parse_row
 from async_rl.errors import DataError, RewardError
-from async_rl.rewards.code import LocalJudge
-from async_rl.rewards.code_tests import CodeTests, parse_tests
-from async_rl.sandbox.sandbox import Sandbox
+from async_rl.extensions.code_rewards.reward import LocalJudge
+from async_rl.extensions.code_rewards.row_tests import CodeTests, parse_tests
+from async_rl.extensions.code_rewards.sandbox import Sandbox
 
 PROMPT = '''from typing import List, Tuple
 import math
