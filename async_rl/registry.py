@@ -38,11 +38,15 @@ def load(offer: EntryPoint) -> Any:
     try:
         return offer.load()
     except Exception as error:  # a package's import may raise anything
-        package = "async-rl" if offer.dist is None else f"{offer.dist.name} {offer.dist.version}"
         raise ExtensionError(
-            f"expected {offer.value}, which the package {package} offers as {offer.name} ({offer.group}), got "
-            f"{type(error).__name__}: {error!s:.300}; update or uninstall the package"
+            f"expected {offer.value}, which the package {package_of(offer)} offers as {offer.name} ({offer.group}), "
+            f"got {type(error).__name__}: {error!s:.300}; update or uninstall the package"
         ) from error
+
+
+def package_of(offer: EntryPoint) -> str:
+    """Return the name and the version of the package that offers ``offer``."""
+    return "async-rl" if offer.dist is None else f"{offer.dist.name} {offer.dist.version}"
 
 
 def packages_offers() -> dict[str, list[EntryPoint]]:

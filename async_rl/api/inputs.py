@@ -16,7 +16,8 @@ from typing import Any
 
 from async_rl.api.code_name import code_name
 from async_rl.config.config import Config
-from async_rl.config.loading import config_data, parse_config, read_toml, read_tools
+from async_rl.config.loading import config_data, parse_config, read_toml, resolve
+from async_rl.config.reward import reward_named
 from async_rl.errors import ConfigError, DataError
 from async_rl.process.user_code import is_code_name
 from async_rl.run.directory import RunDir, replaced
@@ -87,11 +88,11 @@ def read_inputs(base: Base, sections: Mapping[str, Any]) -> Inputs:
 
     reward = given.get("reward")
     named = reward.get("type") if isinstance(reward, Mapping) else None
-    if isinstance(named, str) and is_code_name(named):
+    if isinstance(named, str) and is_code_name(named := reward_named(named)):
         chosen[named] = "reward.type"
     raw = {name: _plain(value, name, name_of) for name, value in raw.items()}
     _allow(raw, [name.rpartition(":")[0] for name, key in chosen.items() if not key.startswith("loss.")])
-    read_tools(raw)
+    resolve(raw)
     config = parse_config(raw, f"what async_rl.train got{f' with {source}' if source else ''}")
     if isinstance(base, str | os.PathLike):
         check_place(config, Path(base), [f"run.dir={config.run.dir}"] if "run" in given else [])

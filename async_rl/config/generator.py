@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field, field_validator
 
 from async_rl.config.section import Free, OnResume, Section, check_served_address
-from async_rl.process.user_code import is_code_name
+from async_rl.process.user_code import ENVIRONMENTS, is_code_name
+from async_rl.registry import offers
 
 if TYPE_CHECKING:
     from async_rl.config.config import Config
@@ -449,9 +450,9 @@ class EnvironmentConfig(Section):
 
     name: str = Field(
         default="",
-        description="The environment: file.py, file.py:name, module or module:name; or verifiers:TASKSET, a taskset of "
-        "the package verifiers (generator.serve). Every generator must list it in generator.allow_code. If empty, a "
-        "rollout is one answer, scored by reward.type.",
+        description="The environment: file.py, file.py:name, module, module:name, or a name for which an installed "
+        "package offers one; or verifiers:TASKSET, a taskset of the package verifiers (generator.serve). Every "
+        "generator must list it in generator.allow_code. If empty, a rollout is one answer, scored by reward.type.",
     )
     command: tuple[str, ...] = Field(
         default=(),
@@ -523,7 +524,8 @@ class EnvironmentConfig(Section):
         if value == VERIFIERS:
             raise ValueError("expected the taskset's id behind verifiers:, got nothing; add it")
         if value and not value.startswith(VERIFIERS) and not is_code_name(value, needs_attribute=False):
-            raise ValueError(f"expected file.py, file.py:name, module or module:name, got {value!r}; correct the name")
+            known = ", ".join((*offers(ENVIRONMENTS), "file.py", "file.py:name", "module"))
+            raise ValueError(f"expected {known} or module:name, got {value!r}; correct the name")
         return value
 
     @field_validator("relay")

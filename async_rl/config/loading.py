@@ -16,9 +16,10 @@ from async_rl.config.config import Config
 from async_rl.config.generator import GeneratorConfig
 from async_rl.config.loss import LossConfig
 from async_rl.config.loss_names import OFF_VALUES
-from async_rl.config.reward import RewardConfig
+from async_rl.config.reward import RewardConfig, reward_named
 from async_rl.config.run import ExperimentalConfig
 from async_rl.errors import ConfigError
+from async_rl.process.user_code import ENVIRONMENTS, offered_code
 
 MACHINE_KEYS = (
     "reward.code.allow_unsafe", "reward.code.endpoint", "reward.code.packages",
@@ -93,7 +94,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     for override in overrides:
         apply_override(raw, override)
     _refuse_nul(raw)
-    read_tools(raw)
+    resolve(raw)
     return parse_config(raw, f"{path} with its --set" if overrides else str(path))
 
 
@@ -190,12 +191,32 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid TOML: {error}; correct the file there") from error
 
 
-def read_tools(raw: Mapping[str, Any]) -> None:
-    """Replace the path in ``data.tools`` by the text of its file, so that other machines need no such file.
+def resolve(raw: Mapping[str, Any]) -> None:
+    """Replace what is found on this machine alone, so that other machines and later starts get the same.
+
+    The path in ``data.tools`` becomes the text of its file. The name of a reward or an environment that an installed
+    package offers becomes the name of its code.
 
     Raises:
-        ConfigError: the file can't be read.
+        ConfigError: the file can't be read, or two names are of one reward.
+        ExtensionError: what a package offers has no name of code.
     """
+    _read_tools(raw)
+    environment, reward = raw.get("environment"), raw.get("reward")
+    if isinstance(environment, dict) and isinstance(name := environment.get("name"), str) and name:
+        environment["name"] = offered_code(ENVIRONMENTS, name)
+    if not isinstance(reward, dict):
+        return
+    for key in ("type", "accuracy"):
+        if isinstance(name := reward.get(key), str):
+            reward[key] = reward_named(name)
+    if isinstance(extra := reward.get("extra"), dict):
+        reward["extra"] = {reward_named(name): weight for name, weight in extra.items()}
+        if len(reward["extra"]) < len(extra):
+            raise ConfigError(f"reward.extra: expected each reward once, got {', '.join(extra)}; leave one out")
+
+
+def _read_tools(raw: Mapping[str, Any]) -> None:
     data = raw.get("data")
     if not isinstance(data, dict):
         return

@@ -20,7 +20,8 @@ from pydantic import Field, field_validator, model_validator
 from async_rl.config.data import RowField
 from async_rl.config.judge import JudgeConfig
 from async_rl.config.section import Free, Section
-from async_rl.process.user_code import is_code_name
+from async_rl.process.user_code import REWARDS, is_code_name, offered_code
+from async_rl.registry import offers
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,11 @@ USER_CODE = RewardType(is_user_code=True)
 """What is known about a user's reward function before it is imported."""
 
 
+def reward_named(name: str) -> str:
+    """Return ``name``, or the name of the user's code if an installed package offers that as a reward ``name``."""
+    return name if name in REWARD_TYPES else offered_code(REWARDS, name)
+
+
 def reward_type(name: str) -> RewardType:
     """Return what is known about the reward ``name``, which is a built-in reward or the user's own code.
 
@@ -112,9 +118,8 @@ def reward_type(name: str) -> RewardType:
     if is_code_name(name):
         return USER_CODE
     if name not in REWARD_TYPES:
-        raise ValueError(
-            f"expected {', '.join(REWARD_TYPES)}, module:function or file.py:function, got {name!r}; correct it"
-        )
+        known = ", ".join(dict.fromkeys((*REWARD_TYPES, *offers(REWARDS))))
+        raise ValueError(f"expected {known}, module:function or file.py:function, got {name!r}; correct it")
     return REWARD_TYPES[name]
 
 
@@ -182,8 +187,9 @@ class RewardConfig(Section):
     type: str = Field(
         default="boxed",
         description="Reward that scores answers: boxed, think_answer_tags, exact, xml_format, code, model (a reward "
-        "model), judge (a language model judges), none (every answer gets 0), or your own function as "
-        "module:function or file.py:function, which generator.allow_code must list.",
+        "model), judge (a language model judges), none (every answer gets 0), your own function as "
+        "module:function or file.py:function, which generator.allow_code must list, or a name for which an installed "
+        "package offers one.",
     )
     model: str | None = Field(
         default=None, description="The scorer, one of the tables scorer.NAME, whose model is the reward `model`."

@@ -23,7 +23,7 @@ from typing import Any
 
 from async_rl.config.config import Config
 from async_rl.config.generator import AUTO, BACKENDS, FALLBACK
-from async_rl.config.loading import apply_override, load_config, load_run_config, parse_config, read_tools, renew
+from async_rl.config.loading import apply_override, load_config, load_run_config, parse_config, renew, resolve
 from async_rl.config.reward import REWARD_TYPES
 from async_rl.data.answer_text import answer_decoder
 from async_rl.data.chat import load_tokenizer, model_directory, quiet_progress_bars
@@ -375,7 +375,6 @@ def eval_settings(models: Sequence[str], options: EvalOptions) -> EvalSettings:
     # Offline there are no leases that could expire, and nothing chooses prompts by their accuracy.
     raw.setdefault("queue", {}).update(lease_timeout_s=_NEVER_S, filter_range=[])
     raw.setdefault("data", {}).pop("curriculum", None)
-    read_tools(raw)
     config = parse_config(raw, "the config with this command line")
     if options.config is None:
         _refuse_foreign_decisions(config, options.overrides)
@@ -462,7 +461,7 @@ def _apply(raw: dict[str, Any], options: EvalOptions) -> None:
     for all datasets.
 
     Raises:
-        ConfigError: two datasets have the same name.
+        ConfigError: two datasets have the same name, or ``raw`` names what this machine lacks.
     """
     if options.datasets:
         named = [_named(dataset) for dataset in options.datasets]
@@ -482,7 +481,8 @@ def _apply(raw: dict[str, Any], options: EvalOptions) -> None:
             for own in sets.values():
                 own.pop(name, None)
     evaluation["sets"] = sets
-    reward = options.values.get("reward.type")
+    resolve(raw)
+    reward = raw["reward"]["type"] if "reward.type" in options.values else None
     if reward is not None and "model" not in (reward, *raw["reward"].get("extra", ())):
         # No reward asks the run's reward model any more.
         raw.get("scorer", {}).pop(raw["reward"].pop("model", None), None)

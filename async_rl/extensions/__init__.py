@@ -7,8 +7,9 @@ An extension gives the core things of a few kinds, each under a name, as an inst
 * ``async_rl.sinks``: what opens a sink of ``log.to``; ``async_rl.sink_checks``: whether it can be opened;
 * ``async_rl.mirrors``: a class that copies runs to ``checkpoint.mirror``, and brings them back from there;
 * ``async_rl.checks``: a check of a config before a start, which a row of ``checks/table.py`` names;
-* ``async_rl.rewards`` and ``async_rl.environments``: a name for ``reward.type`` or ``environment.name``. Ours is a
-  ``Builder`` (``rewards/registry.py``), a package's is its own code for it, of which a config gets MODULE:ATTRIBUTE;
+* ``async_rl.rewards`` and ``async_rl.environments``: a name for ``reward.type`` or ``environment.name``. A package's is
+  own code, of which the config gets MODULE:FUNCTION (``offered_code`` in ``process/user_code.py``); ours is a
+  ``Builder`` (``rewards/registry.py``);
 * ``async_rl.row_fields``: what reads the field of that name in rows whose reward needs it (``data/dataset.py``), only
   ours.
 
@@ -47,6 +48,7 @@ OFFERS: Mapping[str, Mapping[str, str]] = {
         "sandbox": "async_rl.extensions.code_rewards.checks:check_sandbox",
     },
     "async_rl.rewards": {"code": "async_rl.extensions.code_rewards.builder:code_reward"},
+    "async_rl.environments": {},
     "async_rl.row_fields": {"test_cases": "async_rl.extensions.code_rewards.rows:read_tests"},
 }
 """Kind -> name -> MODULE:ATTRIBUTE, for each kind in the order in which they are shown."""

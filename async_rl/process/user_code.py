@@ -13,6 +13,8 @@ import in turn; of a folder, all ``.py`` files. Of a module in a package it cove
 package. The names are read from ``import`` statements, also those in functions, without running code. Modules that are
 imported by a computed name, files that the code opens, packages installed elsewhere and async-rl itself are not
 covered.
+
+What installed packages offer by entry points of ``CODE_KINDS`` is such code, too: ``offered_code`` has its name.
 """
 
 from __future__ import annotations
@@ -34,13 +36,17 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
-from async_rl.errors import ConfigError, QueueError
+from async_rl.errors import ConfigError, ExtensionError, QueueError
+from async_rl.registry import find_offer, offers, package_of
 
 logger = logging.getLogger(__name__)
 
 DIGESTS_FILE = "code_digests.json"
 """The name of a JSON file in the run directory and of a file that the learner sends to generators. It maps each name of
 user code to the SHA-256 of its source, in hex."""
+
+REWARDS, ENVIRONMENTS = CODE_KINDS = ("async_rl.rewards", "async_rl.environments")
+"""The kinds (``async_rl.registry``) of which packages offer code."""
 
 _NAME = re.compile(r"(?P<place>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*|[^:\0]+\.py)(?::(?P<attribute>[A-Za-z_]\w*))?")
 
@@ -56,6 +62,28 @@ def is_code_name(text: str, *, needs_attribute: bool = True) -> bool:
     """
     found = _NAME.fullmatch(text)
     return found is not None and (not needs_attribute or found["attribute"] is not None)
+
+
+def offered_code(kind: str, name: str) -> str:
+    """Return the name of the code that an installed package offers as ``name``; ``name`` itself if none does.
+
+    A name with a dot or a colon is that of code, and no metadata is read for it.
+
+    Args:
+        kind: one of ``CODE_KINDS``. Nothing of ours has this name.
+
+    Raises:
+        ExtensionError: what the package offers has no name of code.
+    """
+    offer = None if "." in name or ":" in name else find_offer(kind, name)
+    if offer is None:
+        return name
+    if not is_code_name(offer.value, needs_attribute=kind != ENVIRONMENTS):
+        raise ExtensionError(
+            f"expected MODULE:FUNCTION from the package {package_of(offer)}, which offers {name} ({kind}), got "
+            f"{offer.value}; update or uninstall the package"
+        )
+    return offer.value
 
 
 def check_allowed(names: Iterable[str], allowed: Collection[str]) -> None:
@@ -166,9 +194,7 @@ def load_code(name: str, *, allowed: Collection[str], digest: str | None) -> Any
             spec.loader.exec_module(module)
     except Exception as error:  # user code may raise anything
         sys.modules.pop(spec.name, None)
-        raise ConfigError(
-            f"{name}: importing {source} failed: {describe_error(error)[0]}; correct that file"
-        ) from error
+        raise ConfigError(f"{name}: importing {source} failed: {describe_error(error)[0]}; {_fix_of(name)}") from error
     _check_origins(sources, name)
     if attribute is None:
         return module
@@ -178,6 +204,14 @@ def load_code(name: str, *, allowed: Collection[str], digest: str | None) -> Any
         raise ConfigError(
             f"{name}: expected {source} to define {attribute!r}, but it does not; correct the name"
         ) from None
+
+
+def _fix_of(name: str) -> str:
+    """Return what to do about the user code ``name``, which can't be imported."""
+    offered = [offer for kind in CODE_KINDS for offer in offers(kind).values() if offer.value == name]
+    if not offered:
+        return "correct that file"
+    return f"update or uninstall the package {package_of(offered[0])}, which offers it as {offered[0].name}"
 
 
 def write_digests(run_dir: Path, names: Collection[str]) -> bytes:
