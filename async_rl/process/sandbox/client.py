@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol
 
 from async_rl.errors import SandboxError, SandboxFailedError
@@ -58,16 +58,12 @@ class Ran:
             choose it.
         output: what the program printed, or the JSON of what its function returned, up to ``Limits.output_bytes``.
         stderr_tail: the end of the program's standard error, for people.
-        wall_s: wall-clock seconds from the program's start to its end.
-        cpu_s: processor seconds that the program used.
     """
 
     outcome: Outcome
     exit_code: int
     output: bytes
     stderr_tail: str
-    wall_s: float
-    cpu_s: float
 
 
 _ADVICE = {
@@ -140,7 +136,7 @@ class Launcher:
             stack.callback(os.close, reply)
             try:
                 socket.send_fds(
-                    self._socket, [json.dumps(limits.to_record()).encode()], [*files, output, errors, their_reply]
+                    self._socket, [json.dumps(asdict(limits)).encode()], [*files, output, errors, their_reply]
                 )
             except OSError as error:
                 raise LauncherLostError(f"can't reach the sandbox's launcher process: {error}") from error
@@ -152,8 +148,6 @@ class Launcher:
                 exit_code=ended["exit_code"],
                 output=os.pread(output, limits.output_bytes, 0),
                 stderr_tail=_tail(errors),
-                wall_s=ended["wall_s"],
-                cpu_s=ended["cpu_s"],
             )
 
     def _read_reply(self, reply: int, limit_s: float, *, asked_s: float) -> dict[str, Any]:

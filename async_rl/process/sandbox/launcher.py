@@ -282,14 +282,13 @@ class _Unprotected:
 
 @dataclass(slots=True)
 class _Running:
-    """A running program: the id of its process, the descriptor for its reply, and the times of start and deadline.
+    """A running program: the id of its process, the descriptor for its reply, and its deadline.
 
     ``killed`` is True after the program was killed at its deadline.
     """
 
     pid: int
     reply: int
-    started_s: float
     deadline_s: float
     killed: bool = False
 
@@ -323,9 +322,9 @@ class _Server:
         request, descriptors = receive(self._control)
         if not request:
             return False
-        limits = Limits.from_record(json.loads(request))
+        limits = Limits(**json.loads(request))
         reply = descriptors[-1]
-        started_s = time.monotonic()
+        deadline_s = time.monotonic() + limits.time_s
         try:
             pid = self._mode.fork()
         except OSError as error:
@@ -335,7 +334,7 @@ class _Server:
             if pid == 0:
                 self._run(descriptors, lambda: self._mode.confine(limits))
             pidfd = os.pidfd_open(pid)
-            self._running[pidfd] = _Running(pid, reply, started_s, started_s + limits.time_s)
+            self._running[pidfd] = _Running(pid, reply, deadline_s)
             self._poller.register(pidfd, select.POLLIN)
         for fd in descriptors[:-1]:
             os.close(fd)
@@ -345,14 +344,9 @@ class _Server:
         program = self._running.pop(pidfd)
         self._poller.unregister(pidfd)
         os.close(pidfd)
-        _, status, usage = os.wait4(program.pid, 0)
+        _, status = os.waitpid(program.pid, 0)
         self._mode.clean_up(program.pid)
-        ended = {
-            "exit_code": os.waitstatus_to_exitcode(status),
-            "timed_out": program.killed,
-            "wall_s": time.monotonic() - program.started_s,
-            "cpu_s": usage.ru_utime + usage.ru_stime,
-        }
+        ended = {"exit_code": os.waitstatus_to_exitcode(status), "timed_out": program.killed}
         write_record(program.reply, {"ended": ended})
         os.close(program.reply)
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 import os
 import resource
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from async_rl.process.sandbox import system
 
@@ -29,13 +27,6 @@ class Limits:
     output_bytes: int
     scratch_bytes: int
     max_threads: int
-
-    def to_record(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> Limits:
-        return cls(**record)
 
 
 ENVIRONMENT = {
