@@ -7,7 +7,7 @@ the same text, which solves nothing. ``environment_trial`` does the same for env
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -107,8 +107,8 @@ class _FixedAnswers:
 class _NoJudge:
     """Takes every rollout as it is: what the reward functions say of it is tried elsewhere."""
 
-    num_pending = 0
-    calls_s = ()
+    num_pending = num_waiting = 0
+    calls_s, trouble = (), ""
 
     def __init__(self) -> None:
         self._done: list[Graded] = []
@@ -124,6 +124,9 @@ class _NoJudge:
 
     def forget(self, lease_id: str) -> None:
         """Nothing waits for other rollouts of a group."""
+
+    def counters(self) -> Mapping[str, int]:
+        return {}
 
 
 def _rollouts(config: Config, stack: ExitStack) -> tuple[AgentRollouts, _FixedAnswers]:

@@ -23,8 +23,8 @@ from async_rl.checks.table import checks_of
 from async_rl.config.config import Config
 from async_rl.errors import AsyncRLError, QueueError, WeightsError
 from async_rl.generator.backend import Backend
+from async_rl.generator.start.rollouts import RolloutSetup, open_rollouts
 from async_rl.generator.start.worker import (
-    build_environment,
     build_generator_backend,
     build_grader,
     generator_config,
@@ -278,5 +278,5 @@ def _check_environment(
     config: Config, directory: Path, backend: Backend, digests: Mapping[str, str] | None, stack: ExitStack
 ) -> list[Finding]:
     grader = build_grader(config, digests, stack)
-    build_environment(config, directory, backend, digests, stack, grader)
+    stack.enter_context(open_rollouts(RolloutSetup(config, backend, grader, directory, digests)))
     return [Finding("environment", "OK", f"{config.environment.shown} can be used here")]

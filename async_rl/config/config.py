@@ -184,6 +184,11 @@ class Config(Section):
         return self.generator.serve
 
     @property
+    def rollouts(self) -> str:
+        """The name of what plays rollouts: ``answers``, ``turns`` of an environment, or ``agents``."""
+        return "agents" if self.has_agents else "turns" if self.environment.is_set else "answers"
+
+    @property
     def has_rewards(self) -> bool:
         """Whether ``reward.type`` judges rollouts: single answers, and those of agents that return no reward."""
         return self.has_agents or not self.environment.is_set

@@ -34,9 +34,10 @@ from async_rl.errors import ConfigError, DataError, ModelError
 from async_rl.evaluation.table import FIGURES_FILE, Entry, eval_table
 from async_rl.generator.backend import Backend
 from async_rl.generator.offline import OfflineSamples, sample_offline
-from async_rl.generator.rollouts import Grader, Rollouts, SingleTurnRollouts
+from async_rl.generator.rollouts import Grader, Rollouts
 from async_rl.generator.start.backends import build_backend
-from async_rl.generator.start.worker import build_environment, build_grader, refuse_open_scorers
+from async_rl.generator.start.rollouts import RolloutSetup, open_rollouts
+from async_rl.generator.start.worker import build_grader, refuse_open_scorers
 from async_rl.net.keys import client_keys_of
 from async_rl.output import Report, ignore
 from async_rl.process.user_code import is_code_name
@@ -206,17 +207,13 @@ def _player(
     check_arguments(tokenizer, config.data.template_arguments)
     decode = answer_decoder(tokenizer, turn_ends(tokenizer, directory, config.data.template_arguments).ids)
 
-    if not config.environment.is_set:
-        truncates = config.data.on_long_prompt == "truncate"
-        return backend, SingleTurnRollouts(backend, grader, truncates=truncates), decode
     if config.environment.relay is not None:
         raise ConfigError(
             "environment.relay: expected an agent that this machine can run, got a relay, by which only a run offers "
             "its sessions; let the run evaluate (eval.every), or name the agent in environment.name or command"
         )
-    environment = build_environment(config, directory, backend, None, stack, grader)
-    assert environment is not None
-    return backend, environment, decode
+    rollouts = stack.enter_context(open_rollouts(RolloutSetup(config, backend, grader, directory)))
+    return backend, rollouts, decode
 
 
 @contextmanager

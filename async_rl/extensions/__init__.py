@@ -7,6 +7,7 @@ An extension gives the core things of a few kinds, each under a name, as an inst
 * ``async_rl.sinks``: what opens a sink of ``log.to``; ``async_rl.sink_checks``: whether it can be opened;
 * ``async_rl.mirrors``: a class that copies runs to ``checkpoint.mirror``, and brings them back from there;
 * ``async_rl.checks``: a check of a config before a start, which a row of ``checks/table.py`` names;
+* ``async_rl.rollouts``: what plays a generator's rollouts, as ``OpenRollouts`` of ``generator/start/rollouts.py``;
 * ``async_rl.rewards`` and ``async_rl.environments``: a name for ``reward.type`` or ``environment.name``. A package's is
   own code, of which the config gets MODULE:FUNCTION (``offered_code`` in ``process/user_code.py``); ours is a
   ``Builder`` (``rewards/registry.py``);
@@ -43,6 +44,7 @@ OFFERS: Mapping[str, Mapping[str, str]] = {
     "async_rl.sink_checks": dict.fromkeys(
         ("wandb", "tensorboard", "trackio", "mlflow"), "async_rl.extensions.ops.sinks.check:check"
     ),
+    "async_rl.rollouts": {"agents": "async_rl.generator.agents.start:open_agents"},
     "async_rl.checks": {
         "offline": "async_rl.extensions.offline.checks:check_offline_rows",
         "sandbox": "async_rl.extensions.code_rewards.checks:check_sandbox",

@@ -31,7 +31,7 @@ from async_rl.data.vocabulary import check_embedded, special_ids
 from async_rl.environments.pool import EnvironmentPool, Event
 from async_rl.generator.backend import Backend, Sampled, Text, rollout_keys
 from async_rl.generator.open_sequence import OpenSequence
-from async_rl.generator.rollouts import Graded
+from async_rl.generator.rollouts import Graded, Pending
 from async_rl.queue.messages import Failure
 from async_rl.records import (
     DROPPED_KEY,
@@ -81,8 +81,11 @@ class _OpenLease:
 class EnvironmentRollouts:
     """Plays rollouts of several turns between the backend and the processes of an ``EnvironmentPool``.
 
-    It implements ``rollouts.Rollouts``. ``collect`` also returns a rollout that failed, with finish reason ``error``.
+    It implements ``RolloutSource``. ``collect`` also returns a rollout that failed, with finish reason ``error``.
     """
+
+    pending: Pending = "environment"
+    num_waiting = 0
 
     def __init__(
         self, backend: Backend, pool: EnvironmentPool, text: Text, config: EnvironmentConfig, *,
@@ -111,10 +114,8 @@ class EnvironmentRollouts:
         """Why environments don't start; empty if nothing is known to be wrong."""
         return self._pool.trouble
 
-    @property
-    def num_waiting(self) -> int:
-        """The number of rollouts that wait for another process without a time limit: none does."""
-        return 0
+    def counters(self) -> Mapping[str, int]:
+        return {}
 
     def encode(self, lease: Lease) -> np.ndarray:
         messages = lease.prompt.messages

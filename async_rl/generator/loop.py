@@ -13,15 +13,15 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from async_rl.config.config import Config
 from async_rl.errors import QueueError
 from async_rl.generator.backend import Backend
 from async_rl.generator.parity import answer_probe
-from async_rl.generator.rollouts import ActiveLeases, AsksScorers, Graded, Grader, Rollouts, SingleTurnRollouts
+from async_rl.generator.rollouts import ActiveLeases, Graded, Grader, Pending, RolloutSource
 from async_rl.generator.teachers import TaughtRollouts, Teachers
 from async_rl.process.fault_points import fault_point
 from async_rl.queue.messages import (
@@ -144,11 +144,10 @@ class OwnDevice:
 class Worker:
     """Runs one generator: it holds the active weights, the leases and the counters, and ``run`` is its loop.
 
-    ``wait_s`` is how long the queue may be silent. ``clock`` returns the time in seconds. If ``environment`` is None,
-    each rollout is one answer that ``grader`` scores; else ``environment`` plays the rollouts. ``device`` is where the
-    backend computes; None: on a device that does nothing else. ``scorers`` are what may wait for other processes:
-    leases are kept meanwhile, and heartbeats say why. ``teachers`` score what is sampled for training.
-    ``counters`` returns the counts of the rewards. ``on_stats`` is called with the statistics of each heartbeat.
+    ``wait_s`` is how long the queue may be silent. ``clock`` returns the time in seconds. ``rollouts`` plays the
+    rollouts, and ``grader`` is what it has them scored by. Both may wait for other processes: leases are kept
+    meanwhile, and heartbeats say why. ``device`` is where the backend computes; None: on a device that does nothing
+    else. ``teachers`` score what is sampled for training. ``on_stats`` is called with the statistics of each heartbeat.
 
     While the device does other work, the loop goes on without decode steps: it sends heartbeats, and returns groups
     that are graded meanwhile.
@@ -160,16 +159,14 @@ class Worker:
         queue: Queue,
         receiver: WeightsReceiver,
         backend: Backend,
+        rollouts: RolloutSource,
         grader: Grader,
         config: Config,
         generator_id: str,
         wait_s: float,
         clock: Callable[[], float] = time.monotonic,
-        environment: Rollouts | None = None,
         device: Device | None = None,
-        scorers: Sequence[AsksScorers] = (),
         teachers: Teachers | None = None,
-        counters: Callable[[], Mapping[str, int]] = dict,
         on_stats: Callable[[GeneratorStats], None] = lambda stats: None,
     ) -> None:
         self._device: Device = device or OwnDevice()
@@ -177,15 +174,13 @@ class Worker:
         self._receiver = receiver
         self._backend = backend
         self._grader, self._max_call_s = grader, config.reward.max_call_s
-        single = SingleTurnRollouts(backend, grader, truncates=config.data.on_long_prompt == "truncate")
-        rollouts: Rollouts = single if environment is None else environment
         self._rollouts = rollouts if teachers is None else TaughtRollouts(rollouts, teachers)
         self._max_groups = config.generator.max_concurrent_groups
         self._generator_id = generator_id
         self._wait_s = wait_s
         self._clock = clock
         self._leases = ActiveLeases()
-        self._activity = Activity(clock, pending="grading" if environment is None else "environment")
+        self._activity = Activity(clock, pending=rollouts.pending)
         # Eval and training groups differ in size. Expect the next lease to be like the last one.
         self._expected_group_size = config.sampling.group_size
         self._has_sampled = False
@@ -200,8 +195,9 @@ class Worker:
         self._heartbeat_at_s = self._poll_at_s = clock()
         self._busy_poll_s = _POLL_WHILE_BUSY_S
         self._num_graded = 0
-        self._scorers, self._num_waits = (*scorers, *(() if teachers is None else (teachers,))), 0
-        self._counters, self._on_stats = counters, on_stats
+        self._waiters, self._num_waits = (grader, rollouts, *(() if teachers is None else (teachers,))), 0
+        self._counters = lambda: {**grader.counters(), **rollouts.counters()}
+        self._on_stats = on_stats
         self._queue_reason = ""
         self._failed_places: set[str] = set()
         self._receiver_trouble: str | None = None
@@ -419,18 +415,18 @@ class Worker:
         # Leases must outlive a scorer's absence and a slow reward, so a heartbeat that waits for one counts as work.
         # A call that hangs must not take the other ones' leases away. Of ``work`` it matters only that it grows.
         is_grading = any(call_s < self._max_call_s for call_s in self._grader.calls_s)
-        self._num_waits += is_grading or any(scorer.num_waiting for scorer in self._scorers)
+        self._num_waits += is_grading or any(waiter.num_waiting for waiter in self._waiters)
         work = self._backend.num_tokens + self._num_graded + self._num_waits
         progress = self._leases.progress(self._rollouts.progress(), work, is_paused=self._is_paused)
-        trouble = self._receiver_trouble or self._scorer_trouble or self._slow_call
+        trouble = self._receiver_trouble or self._waiter_trouble or self._slow_call
         stats = self._activity.stats(self._backend, self._counters())
         self._on_stats(stats)
         self._queue.heartbeat(progress, stats, trouble)
 
     @property
-    def _scorer_trouble(self) -> str:
-        """Why grading waits for a scorer; empty if it does not, or if the cause is not known."""
-        return next((scorer.trouble for scorer in self._scorers if scorer.trouble), "")
+    def _waiter_trouble(self) -> str:
+        """Why rollouts wait for another process; empty if they do not, or if the cause is not known."""
+        return next((waiter.trouble for waiter in self._waiters if waiter.trouble), "")
 
     @property
     def _slow_call(self) -> str:
@@ -517,16 +513,12 @@ class Worker:
                 f"weights of version {announced.version} from {announced.address} (active: {self._backend.version}; "
                 f"{trouble})"
             )
-        if self._scorer_trouble:
-            return f"another process ({self._scorer_trouble})"
+        if self._waiter_trouble:
+            return f"another process ({self._waiter_trouble})"
         if self._rollouts.num_pending:
             what = "the environments" if self._activity.pending == "environment" else "the reward"
             return f"{what} ({self._rollouts.num_pending} answers)"
         return f"a lease ({self._queue_reason or 'the queue gave no reason'})"
-
-
-Pending = Literal["grading", "environment"]
-"""What rollouts that the backend does not sample wait for."""
 
 
 class Activity:

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -182,6 +182,20 @@ class ActiveLeases:
         return found
 
 
+class AsksOthers(Protocol):
+    """Something that may wait for other processes, such as scorers, which may be away."""
+
+    @property
+    def trouble(self) -> str:
+        """What it waits for; empty if nothing is known to be wrong."""
+        ...
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of answers or rollouts that wait for another process without a time limit."""
+        ...
+
+
 class Rollouts(Protocol):
     """Plays the rollouts of leases: has the backend sample them and has them scored. The loop steps the backend."""
 
@@ -220,25 +234,29 @@ class Rollouts(Protocol):
         ...
 
 
-class AsksScorers(Protocol):
-    """Something that waits for scorers, processes that may be away."""
+Pending = Literal["grading", "environment"]
+"""What rollouts that the backend does not sample wait for."""
+
+
+class RolloutSource(Rollouts, AsksOthers, Protocol):
+    """What plays all rollouts of a generator, as the loop's caller chooses it."""
 
     @property
-    def trouble(self) -> str:
-        """Why answers are not coming; empty if nothing is known to be wrong."""
-        ...
+    def pending(self) -> Pending: ...
 
-    @property
-    def num_waiting(self) -> int:
-        """The number of questions that a scorer has not answered."""
+    def counters(self) -> Mapping[str, int]:
+        """Return counts since the start, by the name of their metric."""
         ...
 
 
 class SingleTurnRollouts:
-    """Plays rollouts of one answer each, which ``grader`` scores. It implements ``Rollouts``.
+    """Plays rollouts of one answer each, which ``grader`` scores. It implements ``RolloutSource``.
 
     With ``truncates`` a prompt that is too long is cut. Otherwise its lease fails.
     """
+
+    pending: Pending = "grading"
+    trouble, num_waiting = "", 0
 
     def __init__(self, backend: Backend, grader: Grader, *, truncates: bool = False) -> None:
         self._backend = backend
@@ -286,6 +304,9 @@ class SingleTurnRollouts:
 
     def progress(self) -> dict[str, int]:
         return self._backend.progress()
+
+    def counters(self) -> Mapping[str, int]:
+        return {}
 
     def _forget(self, lease_id: str) -> None:
         self._leases.pop(lease_id, None)
@@ -447,7 +468,7 @@ def failure_of(error: BaseException, cause: FailureCause) -> Failure:
     return Failure(cause, detail, place, is_transient(error))
 
 
-class Grader(Protocol):
+class Grader(AsksOthers, Protocol):
     """Scores finished samples: each one at once, or all of a lease together if the reward compares them."""
 
     @property
@@ -468,6 +489,10 @@ class Grader(Protocol):
 
     def forget(self, lease_id: str) -> None:
         """Drop the lease's samples that wait until the group is complete."""
+        ...
+
+    def counters(self) -> Mapping[str, int]:
+        """Return the counts of the reward since the start, by their name."""
         ...
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from async_rl.config.loading import config_to_toml, machine_overrides, parse_con
 from async_rl.errors import ConfigError, QueueError
 from async_rl.generator.fake import FakeBackend
 from async_rl.generator.loop import HEARTBEAT_S, Device, Worker
-from async_rl.generator.rollouts import AsksScorers, Graded, Grader
+from async_rl.generator.rollouts import Graded, Grader, SingleTurnRollouts
 from async_rl.generator.start.worker import generator_config, write_files
 from async_rl.queue.messages import (
     Announced,
@@ -143,7 +143,6 @@ class Scene:
         engine: type[FakeBackend] = FakeBackend,
         mean_tokens: float = 4.0,
         device: Device | None = None,
-        scorers: Sequence[AsksScorers] = (),
         grader: Grader | None = None,
         reward: dict[str, Any] | None = None,
         **generator: Any,
@@ -162,17 +161,18 @@ class Scene:
         self.clock = Clock()
         self.queue, self.receiver = FakeQueue(self.clock), FakeReceiver()
         self.backend = engine(self.config.generator, self.config.experimental.fake)
+        grader = grader or InlineGrader(grade)
         self.worker = Worker(
             queue=self.queue,
             receiver=self.receiver,
             backend=self.backend,
-            grader=grader or InlineGrader(grade),
+            rollouts=SingleTurnRollouts(self.backend, grader, truncates=self.config.data.on_long_prompt == "truncate"),
+            grader=grader,
             config=self.config,
             generator_id="g",
             wait_s=60.0,
             clock=self.clock,
             device=device,
-            scorers=scorers,
         )
 
     def announce(
@@ -350,31 +350,30 @@ def test_heartbeats_carry_progress_by_lease_and_cumulative_stats():
     assert alone.num_tokens == stats.num_tokens
 
 
-class AwayScorer:
-    """A scorer that is away until ``num_waiting`` is 0."""
-
-    def __init__(self) -> None:
-        self.num_waiting, self.trouble = 2, "the scorer judge is away"
-
-
 class HeldGrader(InlineGrader):
-    """Returns nothing while its scorer is away."""
+    """Returns nothing while its scorer ``is_away``."""
 
-    def __init__(self, scorer: AwayScorer) -> None:
-        super().__init__(grade)
-        self._scorer = scorer
+    is_away = True
+
+    @property
+    def num_waiting(self) -> int:
+        return 2 if self.is_away else 0
+
+    @property
+    def trouble(self) -> str:
+        return "the scorer judge is away" if self.is_away else ""
 
     def collect(self) -> list[Graded]:
-        return [] if self._scorer.num_waiting else super().collect()
+        return [] if self.is_away else super().collect()
 
 
 def test_leases_outlive_the_absence_of_a_scorer_and_heartbeats_say_why():
-    scorer = AwayScorer()
-    scene = Scene(scorers=[scorer], grader=HeldGrader(scorer))
+    grader = HeldGrader(grade)
+    scene = Scene(grader=grader)
 
     def back() -> list[GeneratorEvent]:
         assert scene.queue.returned == []
-        scorer.num_waiting, scorer.trouble = 0, ""
+        grader.is_away = False
         return []
 
     scene.run(scene.announce(0), granted(make_lease("a")), *quiet(2000), back, *quiet(300))
@@ -607,6 +606,9 @@ class SlowGrader:
         return grader.collect()
 
     def forget(self, lease_id: str) -> None: ...
+
+    def counters(self) -> dict[str, int]:
+        return {}
 
 
 def run_slow_reward(call_s: float, *, hangs_s: float | None = None, **reward: Any) -> Scene:

@@ -28,12 +28,12 @@ class EnvironmentScene(Scene):
             queue=self.queue,
             receiver=self.receiver,
             backend=self.scripted,
+            rollouts=EnvironmentRollouts(self.scripted, pool, CharacterText(), config),
             grader=InlineGrader(grade),
             config=self.config,
             generator_id="g",
             wait_s=600.0,
             clock=self.clock,
-            environment=EnvironmentRollouts(self.scripted, pool, CharacterText(), config),
         )
 
     def until(self, done: Callable[[], bool]) -> None:

@@ -14,7 +14,8 @@ from async_rl.config.config import Config
 from async_rl.config.loading import config_to_toml, load_config, parse_config
 from async_rl.errors import ConfigError, QueueError
 from async_rl.generator.start.backends import build_backend
-from async_rl.generator.start.worker import build_environment, build_grader, generator_config
+from async_rl.generator.start.rollouts import RolloutSetup, open_rollouts
+from async_rl.generator.start.worker import build_grader, generator_config
 from async_rl.process.user_code import (
     changed_code,
     check_allowed,
@@ -216,12 +217,16 @@ def test_a_generator_plays_only_the_environment_that_the_learner_has(source: Pat
     backend = build_backend(config, tmp_path)
     with ExitStack() as stack:
         grader = build_grader(config, {}, stack)
-        with pytest.raises(ConfigError, match="sent no digest"):
-            build_environment(config, tmp_path, backend, {}, stack, grader)
-        with pytest.raises(ConfigError, match="expected the learner's source, SHA-256 0000"):
-            build_environment(config, tmp_path, backend, {str(source): "0" * 64}, stack, grader)
-        with pytest.raises(ConfigError, match="to have a function step"):
-            build_environment(config, tmp_path, backend, code_digests([str(source)]), stack, grader)
+        for digests, message in (
+            ({}, "sent no digest"),
+            ({str(source): "0" * 64}, "expected the learner's source, SHA-256 0000"),
+            (code_digests([str(source)]), "to have a function step"),
+        ):
+            with (
+                pytest.raises(ConfigError, match=message),
+                open_rollouts(RolloutSetup(config, backend, grader, tmp_path, digests)),
+            ):
+                pass
 
 
 def test_an_error_of_user_code_is_described_by_its_file_and_line(tmp_path: Path):

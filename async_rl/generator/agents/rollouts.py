@@ -45,7 +45,7 @@ from async_rl.generator.agents.outside import OutsidePrograms
 from async_rl.generator.agents.session import Limits, MustWaitError, NoRoomError, SessionTokens
 from async_rl.generator.backend import Sampled
 from async_rl.generator.environment_rollouts import prompt_text, start_message
-from async_rl.generator.rollouts import Graded, Grader, Played, turns_of
+from async_rl.generator.rollouts import Graded, Grader, Pending, Played, turns_of
 from async_rl.process.fault_points import fault_point
 from async_rl.queue.messages import Failure
 from async_rl.records import FinishReason, Lease, Rollout, Sampling
@@ -74,7 +74,7 @@ Render = Callable[[Sequence[Mapping[str, str]]], str]
 
 
 class AgentRollouts:
-    """Plays leases with agents. It implements ``rollouts.Rollouts``.
+    """Plays leases with agents. It implements ``generator.rollouts.RolloutSource``.
 
     Args:
         engine: samples the answers.
@@ -89,6 +89,8 @@ class AgentRollouts:
         max_abs: a rollout with a larger reward, in absolute value, fails.
         clock: returns the time in seconds.
     """
+
+    pending: Pending = "environment"
 
     def __init__(
         self, engine: Engine, pool: EnvironmentPool | OutsidePrograms, front: Front, grader: Grader, render: Render,

@@ -1,5 +1,6 @@
-"""Starts a generator: the table of inference engines, and the process that runs one.
+"""Starts a generator: the table of inference engines, what plays rollouts, and the process that runs one.
 
 ``worker`` is the ``async-rl generator`` command. ``backends`` builds the inference engine that the config names, for
-``worker``, offline evaluation, the doctor and a learner that also samples.
+``worker``, offline evaluation, the doctor and a learner that also samples. ``rollouts`` opens what plays rollouts with
+it.
 """

@@ -37,25 +37,20 @@ from async_rl.config.loading import (
     refuse_foreign_decisions,
 )
 from async_rl.data.answer_text import answer_decoder
-from async_rl.data.chat import has_tokenizer, load_tokenizer, vocabulary_size
+from async_rl.data.chat import load_tokenizer
 from async_rl.data.turn_end import turn_ends
-from async_rl.environments.pool import EnvironmentPool
 from async_rl.errors import AddressError, ConfigError, QueueError, RewardError
-from async_rl.generator.agents.front_process import Front
-from async_rl.generator.agents.outside import OutsidePrograms
-from async_rl.generator.agents.rollouts import AgentRollouts
-from async_rl.generator.backend import Backend, MultiRankBackend, TextBackend
-from async_rl.generator.environment_rollouts import EnvironmentRollouts, TokenizerText
+from async_rl.generator.backend import Backend, MultiRankBackend
 from async_rl.generator.loop import Device, Queue, WeightsReceiver, Worker
-from async_rl.generator.rollouts import Grader, ThreadGrader
+from async_rl.generator.rollouts import ThreadGrader
 from async_rl.generator.start.backends import build_backend, cuda_device
+from async_rl.generator.start.rollouts import RolloutSetup, open_rollouts
 from async_rl.generator.teachers import build_teachers
 from async_rl.net.address import check_address, refuse_open_connect
 from async_rl.net.keys import SECRET_VARIABLE, ClientKeys
 from async_rl.output import logged
 from async_rl.process.child import reuse_freed_memory
-from async_rl.process.user_code import DIGESTS_FILE, check_allowed_command, digest_of, read_digests
-from async_rl.queue.core.admission import train_sampling
+from async_rl.process.user_code import DIGESTS_FILE, read_digests
 from async_rl.queue.messages import GeneratorStats
 from async_rl.rewards.functions import MAX_CONCURRENT_CALLS
 from async_rl.rewards.math.verifier import MAX_CALLERS
@@ -137,7 +132,7 @@ def build_worker(
     directory: Path, code_digests: Mapping[str, str] | None, keys: ClientKeys | None, insecure: bool, stack: ExitStack,
     device: Device | None = None, on_stats: Callable[[GeneratorStats], None] = lambda stats: None,
 ) -> Worker:  # fmt: skip
-    """Build the loop, with the rewards, scorers, teachers and environment of ``config``. ``stack`` closes them.
+    """Build the loop, with the rewards, scorers, teachers and rollouts of ``config``. ``stack`` closes them.
 
     Args:
         config: the run's, with this generator's own settings.
@@ -145,24 +140,16 @@ def build_worker(
         directory: has the files of model and tokenizer.
         code_digests: the learner's digests of the user's own code. None: code that is here is the learner's.
         keys: this machine's keys, for scorers.
-        insecure: connect to scorers on other machines without keys.
+        insecure: connect to other machines without keys.
         stack: closes what is built.
     """
     refuse_open_scorers(config, insecure=insecure, has_keys=keys is not None)
-    if config.environment.relay is not None:
-        refuse_open_connect(config.environment.relay, insecure=insecure, has_keys=keys is not None)
     grader = build_grader(config, code_digests, stack, directory, keys)
-    environment = build_environment(config, directory, backend, code_digests, stack, grader, keys)
-    counters: Callable[[], Mapping[str, int]] = grader.counters
-    if isinstance(environment, AgentRollouts):
-        agents = environment
-        counters = lambda: {**grader.counters(), **agents.counters()}  # noqa: E731
+    setup = RolloutSetup(config, backend, grader, directory, code_digests, keys, insecure)
     return Worker(
-        queue=queue, receiver=receiver, backend=backend, grader=grader, config=config, generator_id=generator_id,
-        wait_s=wait_s, environment=environment, device=device,
-        scorers=[grader] if environment is None else [grader, environment],
-        teachers=build_teachers(config, directory, keys, stack), counters=counters,
-        on_stats=on_stats,
+        queue=queue, receiver=receiver, backend=backend, rollouts=stack.enter_context(open_rollouts(setup)),
+        grader=grader, config=config, generator_id=generator_id, wait_s=wait_s, device=device,
+        teachers=build_teachers(config, directory, keys, stack), on_stats=on_stats,
     )  # fmt: skip
 
 
@@ -319,61 +306,6 @@ def write_files(directory: Path, files: Mapping[str, bytes]) -> None:
                 f"the queue, which may not be an async-rl queue of this version"
             )
         (directory / name).write_bytes(content)
-
-
-def build_environment(
-    config: Config, directory: Path, backend: Backend, code_digests: Mapping[str, str] | None, stack: ExitStack,
-    grader: Grader, keys: ClientKeys | None = None,
-) -> EnvironmentRollouts | AgentRollouts | None:  # fmt: skip
-    """Build the object that plays rollouts of several turns. Return None if the config names no environment.
-
-    ``stack`` closes the object at its end. ``code_digests`` are the learner's digests of the user's own code. They are
-    None if this machine's user chose the code. ``grader`` scores rollouts of agents that return no reward. ``keys``
-    are this machine's keys, for the relay.
-
-    Raises:
-        ConfigError: the environment's code is not allowed here, missing, different from the learner's, or fails when
-            it is imported.
-        ModelError: ``directory`` has no tokenizer.
-    """
-    if not config.environment.is_set:
-        return None
-    if isinstance(backend, TextBackend):
-        text = backend.text
-    else:
-        tokenizer = load_tokenizer(directory, needs_template=config.data.prompt_format == "chat")
-        text = TokenizerText(tokenizer, config.data.template_arguments, vocabulary_size(directory))
-    max_abs = config.reward.max_abs
-    if config.has_agents:
-        sampling, size = config.sampling, config.own_vocab_size or vocabulary_size(directory)
-        name = Path(config.model.path).name
-        longest = sampling.max_prompt_tokens + sampling.max_new_tokens
-        has_chats = not isinstance(backend, TextBackend) and has_tokenizer(directory)
-        front = Front(name, longest, directory if has_chats else None, config.data.template_arguments)
-        stack.enter_context(closing(front))
-        if config.environment.relay is None:
-            pool = _environment_pool(config, code_digests, stack)
-        else:
-            front.join(config.environment.relay, keys)
-            pool = OutsidePrograms(front)
-        return AgentRollouts(
-            backend, pool, front, grader, text.render, config.environment, train_sampling(config), vocab_size=size,
-            judged_by={name for one in config.reward.types for name in one.row_fields}, max_abs=max_abs,
-        )  # fmt: skip
-    pool = _environment_pool(config, code_digests, stack)
-    return EnvironmentRollouts(backend, pool, text, config.environment, max_abs=max_abs)
-
-
-def _environment_pool(config: Config, code_digests: Mapping[str, str] | None, stack: ExitStack) -> EnvironmentPool:
-    """Start the processes of ``environment.name`` or ``environment.command``; see ``build_environment``."""
-    allowed = config.generator.allow_code
-    if config.environment.user_code:
-        digest = digest_of(config.environment.user_code, code_digests)
-    else:
-        check_allowed_command(config.environment.program, allowed, key=config.environment.program_key)
-        digest, allowed = None, [config.environment.code.partition(":")[0]]
-    pool = EnvironmentPool(config.environment, allowed=allowed, digest=digest, has_agents=config.has_agents)
-    return stack.enter_context(closing(pool))
 
 
 @contextmanager
