@@ -30,7 +30,7 @@ LIGHT = (
     "extensions.quickstart", "extensions.offline.commands", "extensions.code_rewards",
     "generator.start", "generator.backend", "generator.conformance", "generator.parity",
     "generator.fake", "generator.rollouts", "generator.teachers", "generator.offline", "generator.environment_rollouts",
-    "generator.agents", "generator.open_sequence",
+    "generator.open_sequence", "extensions.agents",
     "generator.vllm.plugin", "generator.vllm.engine", "generator.vllm.adapter",
     "generator.vllm.shared_staging",
     "weights.channel.receiver", "weights.channel.transports", "weights.channel.engine_ranks", "weights.transport",

@@ -146,16 +146,6 @@ def check_own_address(address: str, key: str, config: Config, *, insecure: bool)
         raise AddressError(f"{key}: {error}") from None
 
 
-def check_relay(config: Config, *, insecure: bool) -> None:
-    """Check that the relay, if there is one, can bind its address.
-
-    Raises:
-        AddressError: it can't, as ``check_own_address``.
-    """
-    if (address := config.environment.relay) is not None:
-        check_own_address(address, "environment.relay", config, insecure=insecure)
-
-
 def scorers_away(config: Config) -> Iterator[Finding]:
     """Look for the scorers that somebody else must start. Yield a warning for each that can't be reached."""
     for name, scorer in config.scorer.items():

@@ -8,10 +8,11 @@ sampling.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
+from async_rl.checks.finding import Finding, warnings
 from async_rl.config.config import Config
 from async_rl.config.generator import has_model
 from async_rl.data.chat import load_tokenizer
@@ -32,6 +33,15 @@ _POLL_S = 0.005
 _NO_SAMPLING = Sampling(1.0, 1.0, 0, 1, 1, ())
 
 Render = Callable[[Sequence[Mapping[str, str]]], str]
+
+
+def trial_findings(config: Config, rows: Sequence[Row], problem: str) -> Iterator[Finding]:
+    """Yield what a trial on the first ``rows`` found: a ``problem`` on some of them, or if that is empty, none."""
+    if problem:
+        yield from warnings("environment", problem)
+        return
+    text = f"{config.environment.shown} was played on {min(NUM_ROWS, len(rows))} rows, with an answer that solves none"
+    yield Finding("environment", "OK", text)
 
 
 def try_environment(config: Config, rows: Sequence[Row]) -> str:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from async_rl.checks.agent_trial import try_agent
-from async_rl.checks.environment_trial import NUM_ROWS, try_environment
-from async_rl.checks.finding import Finding, warnings
+from async_rl.checks.environment_trial import trial_findings, try_environment
+from async_rl.checks.finding import Finding
 from async_rl.checks.user_code_trial import try_reward
 from async_rl.config.config import Config
 from async_rl.config.reward import reward_type
@@ -66,16 +65,8 @@ def try_own_environment(config: Config, rows: Sequence[Row]) -> Iterator[Finding
     Raises:
         ConfigError: on each row the environment fails, or returns something other than it must.
     """
-    if not config.environment.is_set or not config.samples_here:
-        return
-    if config.environment.relay is not None:
-        yield Finding("environment", "skip", "agents are programs that start elsewhere (environment.relay)")
-        return
-    if problem := (try_agent if config.has_agents else try_environment)(config, rows):
-        yield from warnings("environment", problem)
-        return
-    text = f"{config.environment.shown} was played on {min(NUM_ROWS, len(rows))} rows, with an answer that solves none"
-    yield Finding("environment", "OK", text)
+    if config.environment.is_set and config.samples_here:
+        yield from trial_findings(config, rows, try_environment(config, rows))
 
 
 def grade_first_rows(config: Config, rows: Sequence[Row]) -> Iterator[Finding]:

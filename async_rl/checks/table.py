@@ -72,6 +72,12 @@ def _parity(start: Start) -> Iterable[Finding]:
     return check_parity(start.config, start.rows)
 
 
+def _environment(start: Start) -> Iterable[Finding]:
+    if start.config.has_agents:
+        return _offered("agents", start)
+    return rewards.try_own_environment(start.config, start.rows)
+
+
 CHECKS: tuple[Check, ...] = (
     Check("versions", "doctor", _ALL, lambda s: machine.check_versions()),
     Check("packages", "doctor", _ALL, lambda s: find_packages()),
@@ -122,12 +128,12 @@ CHECKS: tuple[Check, ...] = (
           lambda s: _offered("sandbox", s) if s.config.reward.runs_programs else ()),
     Check("scorers", "machine", _LAUNCH, lambda s: models.check_scorers(s.config, insecure=s.insecure)),
     Check("scorers elsewhere", "doctor", _LAUNCH, lambda s: addresses.scorers_away(s.config)),
-    Check("environment.relay", "machine", _LAUNCH, lambda s: addresses.check_relay(s.config, insecure=s.insecure)),
+    Check("environment.relay", "machine", _LAUNCH,
+          lambda s: () if s.config.environment.relay is None else _offered("relay", s)),
     Check("judge", "files", _LAUNCH, lambda s: rewards.check_judge(s.config)),
     Check("experimental.fake", "files", _LAUNCH, lambda s: settings.check_fake_vocabulary(s.config), needs=("model",)),
     Check("own reward", "trial", _LAUNCH, lambda s: rewards.try_own_reward(s.config, s.rows), needs=("data", "code")),
-    Check("environment", "trial", _LAUNCH, lambda s: rewards.try_own_environment(s.config, s.rows),
-          needs=("data", "code")),
+    Check("environment", "trial", _LAUNCH, _environment, needs=("data", "code")),
     Check("loss", "trial", _LEARNERS, lambda s: try_loss(s.config)),
     Check("two ranks", "process", ("launch", "generator"), machine.check_two_ranks, needs=("interface",)),
     Check("reward", "process", _LAUNCH, lambda s: rewards.grade_first_rows(s.config, s.rows),

@@ -21,8 +21,6 @@ import typer
 from async_rl import __version__
 from async_rl.cli.offered import OfferedCommands
 from async_rl.cli.options import (
-    AgentCommand,
-    AgentPort,
     AsJson,
     ConfigPath,
     Connect,
@@ -33,7 +31,6 @@ from async_rl.cli.options import (
     Insecure,
     Keys,
     Overrides,
-    Parallel,
     Profile,
     Quiet,
     Replaces,
@@ -439,55 +436,6 @@ def scorer(
         from async_rl.scorer.start import run_scorer
 
         run_scorer(resolved, name, insecure=insecure)
-
-
-@app.command(short_help="Connect generators with agents on other machines.")
-def relay(config: ConfigPath, overrides: Overrides = None, insecure: Insecure = False) -> None:
-    """Relay between the generators of a run and `async-rl agent` on other machines, at environment.relay of CONFIG.
-
-    `launch` starts the relay itself. Without `launch`, start it on the machine of the queue server. It may be restarted
-    at any time: rollouts that agents have begun fail then, and the others wait.
-
-    \b
-    Example:
-      async-rl relay run.toml --set environment.relay=tcp://10.0.0.1:5560
-    """
-    with role():
-        from async_rl.config.loading import load_config
-        from async_rl.relay.server import run_relay
-
-        run_relay(load_config(config, overrides or []), insecure=insecure)
-
-
-@app.command(short_help="Play rollouts of a run with agents on this machine.")
-def agent(
-    connect: Connect,
-    command: AgentCommand = None,
-    port: AgentPort = 0,
-    parallel: Parallel = 1,
-    wait: Wait = 300.0,
-    keys: Keys = None,
-    insecure: Insecure = False,
-) -> None:
-    """Play rollouts of the run at --connect with agents on this machine (environment.relay).
-
-    With COMMAND, run it once for each rollout. It finds the model's endpoint in OPENAI_BASE_URL and OPENAI_API_KEY, and
-    its task in the JSON file ASYNC_RL_TASK. Without COMMAND, programs take rollouts themselves, by POST /sessions at
-    the address that is logged. If ASYNC_RL_AGENT_KEY is set, they need it as API key.
-
-    \b
-    Example:
-      async-rl agent --connect tcp://10.0.0.1:5555 --keys agents.key --parallel 8 \\
-        -- python my_agent.py
-    """
-    refuse_open_connect(connect, insecure=insecure, has_keys=keys is not None)
-    with role():
-        from async_rl.relay.start import KEY_VARIABLE, run_agent
-
-        run_agent(
-            connect, command or [], keys_file=keys, insecure=insecure, port=port, num_parallel=parallel, wait_s=wait,
-            sessions_key=os.environ.pop(KEY_VARIABLE, ""),
-        )  # fmt: skip
 
 
 app.add_typer(tools)

@@ -179,26 +179,6 @@ Replaces = Annotated[
     ),
 ]
 
-# Of ``agent``.
-AgentPort = Annotated[
-    int,
-    typer.Option(
-        "--port", metavar="PORT", min=0, max=65535, help="Port on loopback of the sessions. 0 takes any free one."
-    ),
-]
-Parallel = Annotated[
-    int, typer.Option("--parallel", metavar="N", min=1, help="Number of sessions for which COMMAND runs at once.")
-]
-AgentCommand = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="COMMAND",
-        help="Program that plays one session, with its arguments. If unset, programs on this machine take sessions by "
-        "POST /sessions.",
-        show_default=False,
-    ),
-]
-
 # Of ``doctor``.
 DoctorConnect = Annotated[
     str | None,

@@ -435,10 +435,6 @@ class SamplingConfig(Section):
         return value
 
 
-COMMAND_AGENT = "async_rl.environments.command:run"
-"""The agent that runs ``environment.command``."""
-VERIFIERS_AGENT = "async_rl.environments.verifiers_agent:Taskset"
-"""The agent that plays a taskset of verifiers."""
 VERIFIERS = "verifiers:"
 """How ``environment.name`` begins if it names a taskset of verifiers."""
 MAX_SESSION_CALLS = 1024
@@ -549,11 +545,6 @@ class EnvironmentConfig(Section):
         return "" if self.taskset else self.name
 
     @property
-    def code(self) -> str:
-        """The name of the code that processes of the environment run."""
-        return VERIFIERS_AGENT if self.taskset else self.name or COMMAND_AGENT
-
-    @property
     def program(self) -> tuple[str, ...]:
         """The program that plays, with its arguments, as ``generator.allow_code`` must have it; empty if none does."""
         return (self.python, self.name) if self.taskset else self.command
@@ -562,13 +553,6 @@ class EnvironmentConfig(Section):
     def program_key(self) -> str:
         """The key that names the program."""
         return "environment.python" if self.taskset else "environment.command"
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What the code's function ``prepare`` gets."""
-        if not self.taskset:
-            return self.extra
-        return {"python": self.python, "taskset": self.taskset, "extra": self.extra}
 
     @property
     def key(self) -> str:

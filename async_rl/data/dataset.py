@@ -1,4 +1,5 @@
-"""Loads a dataset. The input is the path of a file or a hub id. The output is the dataset's checked rows.
+"""Loads a dataset. The input is the path of a file, a hub id or NAME:REST, which an extension reads. The output is the
+dataset's checked rows.
 
 The queue server (for training and evaluations), offline evaluation and the checks before a run call this module.
 ``files`` reads the data, and ``parse_row`` checks one row. A row has a prompt, as ``messages`` or as ``prompt`` text.
@@ -14,7 +15,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal, get_args
@@ -30,10 +31,9 @@ from async_rl.data.sendable import split_sendable, why_unsendable
 from async_rl.data.template_forms import adapted, joined_text, why_lost
 from async_rl.data.tool_nulls import without_table_nulls
 from async_rl.data.values import kind
-from async_rl.environments.verifiers_rows import is_of_taskset, taskset_rows
 from async_rl.errors import DataError
 from async_rl.records import DROPPED_KEY, TEXT_ROLE, TOOLS_ROLE
-from async_rl.registry import load, our_offers
+from async_rl.registry import find_offer, load, our_offers
 from async_rl.rewards.gold import gold_readings, number_text
 
 _KEYS: tuple[RowField, ...] = get_args(RowField)
@@ -357,14 +357,20 @@ def empty_rows(num_rows: int) -> LoadedRows:
     return LoadedRows((Row((), {}),) * num_rows, 0, digest)
 
 
+OpenRows = Callable[[Config, str], AbstractContextManager[Path]]
+"""Writes the rows of a source to a file of JSON Lines, which exists inside the ``with`` block, or raises DataError."""
+
+
 def load_rows_of(config: Config, source: str) -> LoadedRows:
     """Load the rows of the dataset ``source`` by the rules of the run's config, such as ``data.columns``.
 
     Raises:
         DataError: the data can't be read, or has a row with errors (see ``load_rows``).
     """
-    if is_of_taskset(config.environment, source):
-        with taskset_rows(config.environment, source) as path:
+    name, colon, _ = source.partition(":")
+    if colon and (offer := find_offer("async_rl.datasets", name)) is not None:
+        opened: OpenRows = load(offer)
+        with opened(config, source) as path:
             return load_rows(str(path), rules=rules_of(config))
     loaded = load_rows(source, on_bad_row=config.data.on_bad_row, rules=rules_of(config))
     if loaded.num_skipped:

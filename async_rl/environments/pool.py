@@ -84,6 +84,8 @@ class EnvironmentPool:
         config: the section ``[environment]``.
         allowed: the code that this machine may run, as in ``generator.allow_code``.
         digest: the digest that the environment's code must have. If None, any code is accepted.
+        code: the code that plays, if it is not ``environment.name``.
+        settings: what its function ``prepare`` gets, if that is not ``environment.extra``.
         has_agents: whether it runs agents, which need one answer of this pool only: their end. It may take
             ``environment.session_timeout_s``.
         clock: returns the time in seconds.
@@ -98,13 +100,16 @@ class EnvironmentPool:
         *,
         allowed: Collection[str],
         digest: str | None,
+        code: str | None = None,
+        settings: Mapping[str, Any] | None = None,
         has_agents: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._has_agents = has_agents
         self.counts = {"started": 0, "timed_out": 0, "crashed": 0}
         self._config = config
-        self._start_server = partial(_fork_server, config, allowed, digest, clock)
+        prepare = {"allowed": [*allowed], "digest": digest, "extra": config.extra if settings is None else settings}
+        self._start_server = partial(_fork_server, code or config.name, prepare, clock)
         self._clock = clock
         self._check_at_s = -math.inf
         self._processes: dict[str, _Process] = {}
@@ -417,21 +422,17 @@ class EnvironmentPool:
         process.channel.socket.close()
 
 
-def _fork_server(
-    config: EnvironmentConfig, allowed: Collection[str], digest: str | None, clock: Callable[[], float]
-) -> ForkServer:
+def _fork_server(code: str, prepare: Mapping[str, Any], clock: Callable[[], float]) -> ForkServer:
     """Start a fork server, which imports the environment's code.
 
     Raises:
         ConfigError: ``environment.extra`` is no JSON.
     """
     try:
-        settings = pack({"type": "prepare", "allowed": [*allowed], "digest": digest, "extra": config.settings})
+        settings = pack({"type": "prepare", **prepare})
     except FrameError as error:
         raise ConfigError(f"environment.extra: {error}") from None
-    return ForkServer(
-        "async_rl.environments.fork_server", config.code, content=config.code, settings=settings, clock=clock
-    )  # fmt: skip
+    return ForkServer("async_rl.environments.fork_server", code, content=code, settings=settings, clock=clock)
 
 
 def _refused(error: StartError) -> ConfigError:

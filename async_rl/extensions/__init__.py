@@ -8,6 +8,7 @@ An extension gives the core things of a few kinds, each under a name, as an inst
 * ``async_rl.mirrors``: a class that copies runs to ``checkpoint.mirror``, and brings them back from there;
 * ``async_rl.checks``: a check of a config before a start, which a row of ``checks/table.py`` names;
 * ``async_rl.rollouts``: what plays a generator's rollouts, as ``OpenRollouts`` of ``generator/start/rollouts.py``;
+* ``async_rl.datasets``: NAME of the sources NAME:REST of data, as ``OpenRows`` of ``data/dataset.py``;
 * ``async_rl.rewards`` and ``async_rl.environments``: a name for ``reward.type`` or ``environment.name``. A package's is
   own code, of which the config gets MODULE:FUNCTION (``offered_code`` in ``process/user_code.py``); ours is a
   ``Builder`` (``rewards/registry.py``);
@@ -26,6 +27,8 @@ OFFERS: Mapping[str, Mapping[str, str]] = {
         "sft": "async_rl.extensions.offline.commands:sft_command",
         "dpo": "async_rl.extensions.offline.commands:dpo_command",
         "rm": "async_rl.extensions.offline.commands:rm_command",
+        "relay": "async_rl.extensions.agents.commands:relay_command",
+        "agent": "async_rl.extensions.agents.commands:agent_command",
         "slurm": "async_rl.extensions.ops.commands:slurm_command",
         "report": "async_rl.extensions.insight.commands:report_command",
         "compare": "async_rl.extensions.insight.commands:compare_command",
@@ -44,10 +47,13 @@ OFFERS: Mapping[str, Mapping[str, str]] = {
     "async_rl.sink_checks": dict.fromkeys(
         ("wandb", "tensorboard", "trackio", "mlflow"), "async_rl.extensions.ops.sinks.check:check"
     ),
-    "async_rl.rollouts": {"agents": "async_rl.generator.agents.start:open_agents"},
+    "async_rl.rollouts": {"agents": "async_rl.extensions.agents.start:open_agents"},
+    "async_rl.datasets": {"verifiers": "async_rl.extensions.agents.programs.verifiers_rows:taskset_rows"},
     "async_rl.checks": {
         "offline": "async_rl.extensions.offline.checks:check_offline_rows",
         "sandbox": "async_rl.extensions.code_rewards.checks:check_sandbox",
+        "agents": "async_rl.extensions.agents.checks:check_agents",
+        "relay": "async_rl.extensions.agents.checks:check_relay",
     },
     "async_rl.rewards": {"code": "async_rl.extensions.code_rewards.builder:code_reward"},
     "async_rl.environments": {},

@@ -14,10 +14,10 @@ from async_rl.data.dataset import load_train_rows, parse_row, rules_of
 from async_rl.data.template import apply_template, check_rendered
 from async_rl.data.template_forms import forms_of
 from async_rl.errors import DataError, ModelError
+from async_rl.extensions.agents.front.chat import ChatRenderer, prompt_of, read_chat
+from async_rl.extensions.agents.front.conversations import Conversations
+from async_rl.extensions.agents.front.requests import RefusedError
 from async_rl.extensions.offline.rows import RowEncoder
-from async_rl.generator.agents.chat import ChatRenderer, prompt_of, read_chat
-from async_rl.generator.agents.conversations import Conversations
-from async_rl.generator.agents.requests import RefusedError
 from async_rl.generator.environment_rollouts import TokenizerText
 from tests.data.public_templates import names, template, tokenizer_of
 from tests.generator.tiny_model import write_model

@@ -320,7 +320,7 @@ def pid_of(run: FaultRun, victim: str, chance: random.Random) -> int | None:
         servers = {pid for pid, line in lines.items() if "async_rl.environments.fork_server" in line}
         found = [pid for pid in servers if parent_of(pid) in servers]
     elif victim == "front":
-        found = [pid for pid, line in lines.items() if "async_rl.generator.agents.front" in line]
+        found = [pid for pid, line in lines.items() if "async_rl.extensions.agents.front.server" in line]
     else:
         found = [
             pid for pid, line in lines.items() if "async_rl" in line and line[line.index("async_rl") + 1] == victim

@@ -18,9 +18,9 @@ from async_rl.net.keys import ClientKeys, make_keys
 from tests.end_to_end.faults_harness import fault_config, fault_run, trained_rows
 from tests.end_to_end.harness import Role, processes_of, roles, steps, wait_until, write_config
 from tests.end_to_end.test_agents import FAKE, settled, trained_calls, write_agent_run
+from tests.extensions.agents.programs import free_address
+from tests.extensions.agents.test_outside import PROGRAM
 from tests.forked_roles import command_line
-from tests.generator.agents.test_outside import PROGRAM
-from tests.relay.programs import free_address
 
 THREE_CALLS = (
     PROGRAM
@@ -130,5 +130,5 @@ def test_agent_machines_and_relays_that_are_killed_train_nothing_twice(tmp_path:
 
 
 def _pid_of(marker: str, victim: str) -> int | None:
-    words = {"relay": "relay", "front": "async_rl.generator.agents.front"}
+    words = {"relay": "relay", "front": "async_rl.extensions.agents.front.server"}
     return next((pid for pid in processes_of(marker) if words[victim] in command_line(pid)), None)

@@ -13,7 +13,7 @@ from async_rl.data.spellings import GUARD, unguarded
 from async_rl.generator.backend import Sampled
 from async_rl.generator.environment_rollouts import TokenizerText, Trajectory, prompt_text, start_message
 from tests.data.public_templates import tokenizer_of
-from tests.generator.agents.test_conversations import ASKED, MORE, Chat, continues
+from tests.extensions.agents.test_conversations import ASKED, MORE, Chat, continues
 from tests.generator.test_environment_rollouts import playing, row
 
 TOKENIZER = tokenizer_of("qwen2_5")

@@ -20,9 +20,9 @@ import torch
 from async_rl.config.loading import parse_config
 from async_rl.generator.vllm.backend import VllmBackend
 from async_rl.records import Rollout, TokenSequence
-from tests.generator.agents.byte_model import LONGEST, byte_model, byte_tokenizer, memorise, write_files
-from tests.generator.agents.test_conversations import ASKED, RESULT, TOOLS
-from tests.generator.agents.world import World
+from tests.extensions.agents.byte_model import LONGEST, byte_model, byte_tokenizer, memorise, write_files
+from tests.extensions.agents.test_conversations import ASKED, RESULT, TOOLS
+from tests.extensions.agents.world import World
 from tests.vllm.tiny import DEVICE, TOLERANCE
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]

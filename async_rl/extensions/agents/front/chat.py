@@ -1,0 +1,252 @@
+"""``POST /v1/chat/completions``: OpenAI's requests as calls, and answers in OpenAI's shape.
+
+An answer that is streamed comes in one piece. ``tool_choice`` is ``auto`` or ``none``: to force a call would change the
+distribution that the run trains on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from async_rl.extensions.agents.front.answers import message_of, parse_answer
+from async_rl.extensions.agents.front.conversations import ChatPrompt, Conversations, Tools
+from async_rl.extensions.agents.front.messages import Call, Reply, Said
+from async_rl.extensions.agents.front.requests import (
+    OF_CHATS,
+    Note,
+    RefusedError,
+    check_fields,
+    count_of,
+    stop_of,
+    wishes,
+)
+
+MAX_CHOICES = 64
+_NO_TOKENIZER = "chats need a tokenizer with a chat template, and this generator has none; use /inference/v1/generate"
+
+
+class ChatRequest(msgspec.Struct):
+    """The body of ``POST /v1/chat/completions``. ``raw`` is the whole of it."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    n: int
+    stream: bool
+    wants_logprobs: bool
+    wants_token_ids: bool
+    wants_usage: bool
+    max_tokens: int | None
+    raw: dict[str, Any]
+
+
+class ChatRenderer:
+    """Renders, encodes and decodes with a Hugging Face tokenizer. It implements ``conversations.Renderer``."""
+
+    def __init__(self, tokenizer: Any, arguments: Mapping[str, Any]) -> None:
+        """``arguments`` are variables of the chat template, which the request's tools are added to."""
+        from async_rl.generator.environment_rollouts import TokenizerText
+
+        self._tokenizer, self.arguments = tokenizer, arguments
+        self._text = TokenizerText(tokenizer, arguments)
+
+    @cached_property
+    def reads_tools(self) -> bool:
+        """Whether the chat template writes the request's tools into the prompt."""
+        from async_rl.data.template import check_arguments
+        from async_rl.errors import ModelError
+
+        try:
+            check_arguments(self._tokenizer, {"tools": []})
+        except ModelError:
+            return False
+        return True
+
+    def check(self, messages: Sequence[Mapping[str, Any]], tools: Tools) -> None:
+        """Check that no message is lost, as ``template.check_rendered``."""
+        from async_rl.data.template import check_rendered
+
+        check_rendered(self._tokenizer, messages, self._names(tools))
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Tools, own: Mapping[str, Any] = MappingProxyType({})
+    ) -> str:
+        """Render a conversation. ``own`` are the request's variables of the template, which replace those of the run.
+
+        Raises:
+            Exception: the template's.
+        """
+        from async_rl.data.template import apply_template
+
+        return str(apply_template(self._tokenizer, messages, self._names(tools, own)))
+
+    def _names(self, tools: Tools, own: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+        return {**self.arguments, **own, **({"tools": list(tools)} if tools else {})}
+
+    def encode(self, text: str, before: str = "") -> np.ndarray:
+        return self._text.encode(text, before)
+
+    def ending(self, token_id: int) -> str:
+        return self._text.ending(token_id)
+
+    def token(self, token_id: int) -> str:
+        """Return the text of one token."""
+        return str(self._tokenizer.decode([token_id], skip_special_tokens=False))
+
+
+def load_renderer(directory: str, arguments: Mapping[str, Any]) -> ChatRenderer:
+    """Load the tokenizer in ``directory``.
+
+    Raises:
+        RefusedError: there is none, or it has no chat template. Each chat is refused with it.
+    """
+    from async_rl.data.chat import load_tokenizer
+    from async_rl.errors import ModelError
+
+    if not directory:
+        raise RefusedError(501, _NO_TOKENIZER, "no_chat_template")
+    try:
+        return ChatRenderer(load_tokenizer(Path(directory)), arguments)
+    except ModelError as error:
+        raise RefusedError(501, f"{_NO_TOKENIZER} ({error})", "no_chat_template") from None
+
+
+def read_chat(body: bytes, note: Note) -> ChatRequest:
+    """Read the body of a request. ``note`` gets the fields that have no effect.
+
+    Raises:
+        RefusedError: it is malformed, or asks for what can't be had.
+    """
+    try:
+        raw: dict[str, Any] = msgspec.json.decode(body, type=dict[str, Any])
+    except msgspec.MsgspecError as error:
+        raise RefusedError(400, f"the request: {error}", "invalid_request") from None
+    messages, tools = raw.get("messages"), raw.get("tools") or None
+    if not isinstance(messages, list) or not messages or not all(_is_message(one) for one in messages):
+        raise RefusedError(400, "messages: expected a list of objects with a role", "invalid_request", "messages")
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(one, dict) for one in tools)):
+        raise RefusedError(400, "tools: expected a list of objects", "invalid_request", "tools")
+    check_fields(raw, OF_CHATS, note)
+    n = count_of(raw, "n") or 1
+    if n > MAX_CHOICES:
+        raise RefusedError(400, f"n: expected at most {MAX_CHOICES}, got {n}", "invalid_request", "n")
+    longest = [count for name in ("max_tokens", "max_completion_tokens") if (count := count_of(raw, name)) is not None]
+    options = raw.get("stream_options")
+    return ChatRequest(
+        messages=messages, tools=None if raw.get("tool_choice") == "none" else tools, n=n,
+        stream=bool(raw.get("stream")), wants_logprobs=bool(raw.get("logprobs")),
+        wants_token_ids=bool(raw.get("return_token_ids")),
+        wants_usage=isinstance(options, dict) and bool(options.get("include_usage")),
+        max_tokens=min(longest, default=None), raw=raw,
+    )  # fmt: skip
+
+
+def _is_message(value: object) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("role"), str)
+
+
+def prompt_of(known: Conversations, wanted: ChatRequest, renderer: ChatRenderer, note: Note) -> ChatPrompt:
+    """Return the request's conversation as token ids. ``note`` gets the fields that have no effect on it.
+
+    Raises:
+        RefusedError: the chat template can't render it, or would render another prompt than the run's.
+    """
+    if wanted.tools and not renderer.reads_tools:
+        text = "tools: the model's chat template does not read them, so the model would not know them"
+        raise RefusedError(400, text, "unsupported", "tools")
+    what = "messages"
+    try:
+        renderer.check(wanted.messages, wanted.tools)
+        prompt = known.prompt(wanted.messages, wanted.tools)
+        what = "chat_template_kwargs"
+        own = wanted.raw.get(what) or {}
+        # The template may not read a variable, or have the same default.
+        is_other = own and len({renderer.render(wanted.messages, wanted.tools, one) for one in ({}, own)}) > 1
+    except Exception as error:  # boundary to chat templates, which raise what they like
+        text = f"{what}: the chat template can't render them: {type(error).__name__}: {error}"
+        raise RefusedError(400, text, "invalid_request", what) from None
+    if is_other:
+        text = f"{what}: expected what the run trains with, got {own!r:.80}; leave it out, or set data.{what}"
+        raise RefusedError(400, text, "unsupported", what)
+    if own and {**renderer.arguments, **own} != renderer.arguments:
+        note(what)
+    return prompt
+
+
+def chat_call(wanted: ChatRequest, prompt: ChatPrompt, number: int, key: str, choice: int) -> Call:
+    """Return the call for one choice of the answer. Each choice has a seed of its own."""
+    messages = msgspec.json.encode(wanted.messages[prompt.num_known :])
+    said = Said(messages, None if prompt.known is None else prompt.known.call, wanted.tools is not None)
+    token_ids = prompt.token_ids.astype("<i4").tobytes()
+    return Call(number, key, token_ids, max_tokens=wanted.max_tokens, said=said, **wishes(wanted.raw, choice))
+
+
+def chat_answer(
+    wanted: ChatRequest, model: str, prompt: ChatPrompt, replies: Sequence[Reply], renderer: ChatRenderer
+) -> dict[str, Any]:
+    """Return the body of the answer, with a choice for each reply."""
+    choices = [_choice(wanted, index, reply, renderer) for index, reply in enumerate(replies)]
+    num_prompt = len(prompt.token_ids)
+    num_sampled = sum(len(reply.token_ids) // 4 for reply in replies)
+    answer = {
+        "id": f"chatcmpl-{replies[0].call}", "object": "chat.completion", "created": 0,
+        "model": str(wanted.raw.get("model") or model), "choices": choices,
+        "usage": {
+            "prompt_tokens": num_prompt, "completion_tokens": num_sampled, "total_tokens": num_prompt + num_sampled,
+        },
+    }  # fmt: skip
+    return answer | ({"prompt_token_ids": prompt.token_ids.tolist()} if wanted.wants_token_ids else {})
+
+
+def _choice(wanted: ChatRequest, index: int, reply: Reply, renderer: ChatRenderer) -> dict[str, Any]:
+    token_ids = np.frombuffer(reply.token_ids, np.int32)
+    parsed = parse_answer(_text_of(wanted, reply), has_tools=wanted.tools is not None)
+    is_call = bool(parsed.calls) and reply.finish_reason == "stop"
+    choice: dict[str, Any] = {
+        "index": index,
+        "message": message_of(parsed, f"call-{reply.call}"),
+        "finish_reason": "tool_calls" if is_call else reply.finish_reason,
+        "logprobs": None,
+    }
+    if wanted.wants_logprobs:
+        logprobs = np.frombuffer(reply.logprobs, np.float32)
+        texts = [renderer.token(int(token)) for token in token_ids]
+        choice["logprobs"] = {
+            "content": [
+                {"token": text, "logprob": float(logprob), "bytes": list(text.encode()), "top_logprobs": []}
+                for text, logprob in zip(texts, logprobs, strict=True)
+            ]
+        }
+    if wanted.wants_token_ids:
+        choice["token_ids"] = token_ids.tolist()
+    return choice
+
+
+def _text_of(wanted: ChatRequest, reply: Reply) -> str:
+    """Return the text of an answer without the request's stop text that ended it, as OpenAI's API does."""
+    places = [place for stop in stop_of(wanted.raw) if (place := reply.text.find(stop)) >= 0]
+    return reply.text[: min(places)] if places and reply.finish_reason == "stop" else reply.text
+
+
+def chat_events(answer: Mapping[str, Any], wanted: ChatRequest) -> bytes:
+    """Return the answer as server-sent events: one for each choice, and one with the usage if it was asked for."""
+    common = {name: answer[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+    chunks: list[dict[str, Any]] = []
+    for choice in answer["choices"]:
+        delta = dict(choice["message"])
+        if calls := delta.get("tool_calls"):
+            delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
+        piece = {name: choice[name] for name in ("index", "logprobs", "finish_reason", "token_ids") if name in choice}
+        chunks.append({**common, "choices": [{**piece, "delta": delta}]})
+    if wanted.wants_token_ids:
+        chunks[0]["prompt_token_ids"] = answer["prompt_token_ids"]
+    if wanted.wants_usage:
+        chunks.append({**common, "choices": [], "usage": answer["usage"]})
+    events = [b"data: " + msgspec.json.encode(chunk) for chunk in chunks]
+    return b"\n\n".join([*events, b"data: [DONE]"]) + b"\n\n"

@@ -1,0 +1,476 @@
+"""The process that speaks HTTP for a generator: it takes the calls of agents, and hands them to the generator's loop.
+
+It is a process of its own, because a thread beside a busy loop answers late. It knows the keys of the open sessions and
+the numbers of the calls that run, and no token: what a call means is decided in the generator (``rollouts``). It ends
+with the generator, whose socket closes.
+
+Paths, each also below ``/s/KEY``, where KEY is the session's key; otherwise the key is the API key (``Authorization:
+Bearer``):
+
+- ``POST /inference/v1/generate``: token ids in, token ids out. The request and the answer have the shape of vLLM's
+  endpoint as ``renderers.client.generate`` reads it; ``weight_versions`` is added, the version of the weights that
+  sampled each token.
+- ``POST /v1/chat/completions``: messages in, messages out (``chat``, ``conversations``).
+- ``GET /v1/models``: the model's name, with ``max_model_len``.
+- ``POST /finish``, only below ``/s/KEY``: the session's reward. Its API key is the session's second key, which agents
+  do not hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import logging
+import os
+import socket
+import sys
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from async_rl.extensions.agents.front.chat import (
+    ChatRenderer,
+    chat_answer,
+    chat_call,
+    chat_events,
+    load_renderer,
+    prompt_of,
+    read_chat,
+)
+from async_rl.extensions.agents.front.conversations import Conversations
+from async_rl.extensions.agents.front.messages import (
+    Accept,
+    Call,
+    Close,
+    Delivered,
+    Finish,
+    Gone,
+    Join,
+    Offered,
+    Open,
+    Refuse,
+    Reply,
+    ToFront,
+    ToGenerator,
+    pack,
+    take_for_front,
+)
+from async_rl.extensions.agents.front.remote_programs import RemotePrograms
+from async_rl.extensions.agents.front.requests import RefusedError, generate_answer, read_finish, read_generate
+from async_rl.extensions.agents.relay.loopback import serve_http
+from async_rl.extensions.agents.relay.responses import bearer, disconnected
+from async_rl.process.fault_points import fault_point
+from async_rl.process.helper import parent_socket
+
+logger = logging.getLogger(__name__)
+
+_BODY_BYTES, _BODY_BYTES_PER_TOKEN = 1 << 20, 64
+"""A request is refused above this size, and this for each token of the longest sequence. The id of a token has up to 8
+bytes in JSON, a token of text seldom more than 16."""
+MAX_CALLS_OF_SESSION = 256
+"""Maximum number of calls of one session that run at the same time."""
+_CHUNK = 1 << 16
+_CLIENT_GONE = 499
+"""The status of an answer that nobody gets, as nginx has it."""
+_MAX_CLOSED = 65_536
+"""How many keys of closed sessions are remembered, so that their agents learn why they are refused."""
+_OF_AGENT = ("invalid_request", "unsupported", "no_chat_template", "too_large")
+"""The codes of refusals that the agent's author, or the run's, has to mend."""
+_MAX_LOGGED = 64
+_CLOSED = {
+    "ended": "the session of this key has ended",
+    "expired": "the session of this key has expired: it made no call for too long (environment.timeout_s)",
+    "stopped": "the session of this key was stopped: its answers would be too old to train on (queue.max_staleness), "
+    "or another rollout of its group can't be played",
+}
+
+
+_CALLS_PER_S, _BYTES_PER_S = 100.0, 6.4e6
+"""What one key may send for long; more of it waits, so that one agent can't keep others out."""
+_BURST_S = 2.56
+"""How long a key may send faster: 256 short calls, or 16 MB, at once."""
+_MAX_PACED = 4096
+
+
+class Pace:
+    """Says how long requests of a key must wait, so that the key keeps to its rates. ``clock``: time in seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._paid_until_s: dict[str, float] = {}
+
+    def wait_s(self, key: str, num_calls: int, num_bytes: int) -> float:
+        """Count ``num_calls`` calls with ``num_bytes`` bytes. Return how many seconds they must wait."""
+        now_s = self._clock()
+        if len(self._paid_until_s) > _MAX_PACED:
+            self._paid_until_s = {one: until for one, until in self._paid_until_s.items() if until > now_s}
+        until_s = max(self._paid_until_s.get(key, now_s), now_s) + num_calls / _CALLS_PER_S + num_bytes / _BYTES_PER_S
+        self._paid_until_s[key] = until_s
+        return max(0.0, until_s - now_s - _BURST_S)
+
+
+class ClientGoneError(Exception):
+    """The client of a call has closed its connection."""
+
+
+class Calls:
+    """The generator as the front sees it: its open sessions, and the calls that it has not answered.
+
+    ``programs`` are those on other machines, which hear of sessions, too.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, first_call: int) -> None:
+        self._reader, self._writer = reader, writer
+        self._numbers = itertools.count(first_call)
+        self._open: dict[str, set[int]] = {}
+        self._closed: OrderedDict[str, str] = OrderedDict()
+        self._waiting: dict[int, asyncio.Future[Reply | Accept | Refuse | Close]] = {}
+        self.programs: RemotePrograms | None = None
+
+    async def listen(self) -> None:
+        """Take the generator's messages until it closes the connection."""
+        buffer = bytearray()
+        while chunk := await self._reader.read(_CHUNK):
+            buffer += chunk
+            while (message := take_for_front(buffer)) is not None:
+                self._take(message)
+
+    def check_key(self, key: str) -> None:
+        """Refuse a key without an open session, and a session with too many calls."""
+        if (calls := self._open.get(key)) is None:
+            if key in self._closed:
+                raise RefusedError(410, _CLOSED[self._closed[key]], "session_closed")
+            text = "expected a session's key in the path (/s/KEY/...) or as the API key, got none that is known here"
+            raise RefusedError(401, text, "unknown_key")
+        if len(calls) >= MAX_CALLS_OF_SESSION:
+            text = f"this session has {len(calls)} calls at once; send them one after the other"
+            raise RefusedError(429, text, "too_many_calls")
+
+    def is_open(self, key: str) -> bool:
+        return key in self._open
+
+    @contextlib.contextmanager
+    def numbered(self, key: str, count: int) -> Iterator[list[int]]:
+        """Number ``count`` calls of a session, which count as running within the ``with`` block."""
+        numbers = [next(self._numbers) for _ in range(count)]
+        calls = self._open[key]
+        calls.update(numbers)
+        self._waiting.update((number, asyncio.get_running_loop().create_future()) for number in numbers)
+        try:
+            yield numbers
+        finally:
+            calls.difference_update(numbers)
+            for number in numbers:
+                del self._waiting[number]
+
+    async def answers(self, calls: Sequence[Call], request: Request) -> list[Reply]:
+        """Pass the calls of one request on, and wait for all answers.
+
+        Raises:
+            RefusedError: the generator refuses one of them. The others are stopped.
+            ClientGoneError: the client has gone meanwhile. All are stopped.
+        """
+        for call in calls:
+            self.send(call)
+        fault_point("front.called")
+        gone = asyncio.create_task(disconnected(request))
+        try:
+            return [await self._answer(call, gone) for call in calls]
+        except (ClientGoneError, RefusedError):
+            for call in calls:
+                future = self._waiting[call.call]
+                if not future.done() or isinstance(future.result(), Reply):
+                    self.send(Gone(call.call))
+            raise
+        finally:
+            gone.cancel()
+
+    async def accepted(self, message: Finish, request: Request) -> None:
+        """Pass a session's reward on, and wait until it is taken.
+
+        Raises:
+            RefusedError: the generator refuses it.
+            ClientGoneError: the client has gone meanwhile.
+        """
+        self.send(message)
+        gone = asyncio.create_task(disconnected(request))
+        try:
+            await self._found(message.call, gone)
+        finally:
+            gone.cancel()
+
+    async def _answer(self, call: Call, gone: asyncio.Task[None]) -> Reply:
+        found = await self._found(call.call, gone)
+        assert isinstance(found, Reply)
+        return found
+
+    async def _found(self, number: int, gone: asyncio.Task[None]) -> Reply | Accept:
+        """Wait for the generator's answer to a call, and return it if it is no refusal."""
+        future = self._waiting[number]
+        await asyncio.wait({future, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if gone.done():
+            raise ClientGoneError
+        found = future.result()
+        if isinstance(found, Reply | Accept):
+            return found
+        if isinstance(found, Close):
+            raise RefusedError(410, _CLOSED[found.reason], "session_closed")
+        raise RefusedError(found.status, found.message, found.code, found.param)
+
+    def send(self, message: ToGenerator) -> None:
+        self._writer.write(pack(message))
+
+    def _take(self, message: ToFront) -> None:
+        if isinstance(message, Open):
+            for key in message.keys:
+                self._open.setdefault(key, set())
+            return
+        if isinstance(message, Join | Offered | Close) and self.programs is not None:
+            self.programs.take(message)
+        if isinstance(message, Join | Offered):
+            return
+        if isinstance(message, Close):
+            self._closed[message.key] = message.reason
+            if len(self._closed) > _MAX_CLOSED:
+                self._closed.popitem(last=False)
+            numbers = self._open.pop(message.key, set())
+        else:
+            numbers = {message.call}
+        for number in numbers:
+            future = self._waiting.get(number)
+            if future is not None and not future.done():
+                future.set_result(message)
+
+
+class AnswerResponse(Response):
+    """An answer to calls, which tells the generator when it has been handed to the client's connection."""
+
+    def __init__(self, content: bytes, media_type: str, calls: Calls, numbers: Sequence[int]) -> None:
+        super().__init__(content, media_type=media_type)
+        self._calls, self._numbers = calls, numbers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        fault_point("front.answered")
+        try:
+            await super().__call__(scope, receive, send)
+        except BaseException:
+            for number in self._numbers:
+                self._calls.send(Gone(number))
+            raise
+        fault_point("front.delivered")
+        for number in self._numbers:
+            self._calls.send(Delivered(number))
+
+
+class Endpoints:
+    """The HTTP endpoints of one generator."""
+
+    def __init__(self, calls: Calls, model: str, max_model_len: int, renderer: asyncio.Future[ChatRenderer]) -> None:
+        """``renderer`` may still be loading."""
+        self._calls, self._model, self._max_model_len, self._renderer = calls, model, max_model_len, renderer
+        self._conversations: dict[str, Conversations] = {}
+        self._pace = Pace()
+        self._noted: set[str] = set()
+
+    def routes(self) -> list[Route]:
+        """Return the routes, each also below ``/s/KEY``."""
+        paths = [
+            ("/v1/models", self.models, "GET"), ("/inference/v1/generate", self.generate, "POST"),
+            ("/v1/chat/completions", self.chat, "POST"),
+        ]  # fmt: skip
+        return [
+            Route(prefix + path, endpoint, methods=[method])
+            for path, endpoint, method in paths
+            for prefix in ("", "/s/{key}")
+        ] + [Route("/s/{key}/finish", self.finish, methods=["POST"])]
+
+    async def models(self, request: Request) -> Response:
+        """``GET /v1/models``. Any model name is taken in requests: there is only one."""
+        await self._wait(_key(request), 0)
+        card = {
+            "id": self._model, "object": "model", "created": 0, "owned_by": "async-rl",
+            "max_model_len": self._max_model_len,
+        }  # fmt: skip
+        return _json({"object": "list", "data": [card]})
+
+    async def generate(self, request: Request) -> Response:
+        """``POST /inference/v1/generate``."""
+        key = _key(request)
+        wanted = read_generate(await self._body(request, key), self._note)
+        self._calls.check_key(key)  # it may have been closed while the body arrived
+        with self._calls.numbered(key, 1) as (number,):
+            call = msgspec.structs.replace(wanted, call=number, key=key)
+            try:
+                (reply,) = await self._calls.answers([call], request)
+            except ClientGoneError:
+                return Response(status_code=_CLIENT_GONE)
+            return self._answer(generate_answer(reply), [number])
+
+    async def chat(self, request: Request) -> Response:
+        """``POST /v1/chat/completions``."""
+        key = _key(request)
+        wanted = read_chat(await self._body(request, key), self._note)
+        renderer = await asyncio.shield(self._renderer)
+        known = self._conversations_of(key, renderer)
+        prompt = await asyncio.to_thread(prompt_of, known, wanted, renderer, self._note)
+        self._calls.check_key(key)
+        with self._calls.numbered(key, wanted.n) as numbers:
+            calls = [chat_call(wanted, prompt, number, key, choice) for choice, number in enumerate(numbers)]
+            try:
+                replies = await self._calls.answers(calls, request)
+            except ClientGoneError:
+                return Response(status_code=_CLIENT_GONE)
+            answer = chat_answer(wanted, self._model, prompt, replies, renderer)
+            for number, reply, choice in zip(numbers, replies, answer["choices"], strict=True):
+                token_ids, is_cut = np.frombuffer(reply.token_ids, np.int32), reply.finish_reason == "length"
+                known.add(prompt, number, token_ids, choice["message"], is_cut=is_cut)
+            if wanted.stream:
+                return AnswerResponse(chat_events(answer, wanted), "text/event-stream", self._calls, numbers)
+            return self._answer(answer, numbers)
+
+    def _note(self, name: str) -> None:
+        """Log a field of requests that has no effect, once."""
+        if name not in self._noted and len(self._noted) < _MAX_LOGGED:
+            self._noted.add(name)
+            logger.warning("agents' calls have the field %.80r, which has no effect here", name)
+
+    async def _wait(self, key: str, num_bytes: int) -> None:
+        """Wait as long as a request with a key must. Keys without an open session share one rate."""
+        if (wait_s := self._pace.wait_s(key if self._calls.is_open(key) else "", 1, num_bytes)) > 0:
+            await asyncio.sleep(wait_s)
+
+    async def finish(self, request: Request) -> Response:
+        """``POST /s/KEY/finish``."""
+        key = _key(request)
+        given = read_finish(await self._body(request, key))
+        self._calls.check_key(key)
+        with self._calls.numbered(key, 1) as (number,):
+            message = Finish(number, key, bearer(request), given.reward, given.score)
+            try:
+                await self._calls.accepted(message, request)
+            except ClientGoneError:
+                return Response(status_code=_CLIENT_GONE)
+            return _json({})
+
+    async def _body(self, request: Request, key: str) -> bytes:
+        """Read the body of a call.
+
+        Raises:
+            RefusedError: the key has no open session, or the body is too large.
+        """
+        announced = request.headers.get("content-length", "0")
+        num_announced = int(announced) if announced.isdecimal() else 0
+        most = _BODY_BYTES + _BODY_BYTES_PER_TOKEN * self._max_model_len
+        is_too_large = num_announced > most
+        await self._wait(key, 0 if is_too_large else num_announced)
+        self._calls.check_key(key)
+        body = bytearray()
+        if not is_too_large:
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > most:
+                    is_too_large = True
+                    break
+        self._pace.wait_s(key, 0, max(0, len(body) - num_announced))
+        if is_too_large:
+            text = f"the request has more than {most} bytes, which no sequence of {self._max_model_len} tokens needs"
+            raise RefusedError(413, text, "too_large")
+        return bytes(body)
+
+    def _conversations_of(self, key: str, renderer: ChatRenderer) -> Conversations:
+        for closed in [one for one in self._conversations if not self._calls.is_open(one)]:
+            del self._conversations[closed]
+        return self._conversations.setdefault(key, Conversations(renderer))
+
+    def _answer(self, content: object, numbers: Sequence[int]) -> AnswerResponse:
+        return AnswerResponse(msgspec.json.encode(content), "application/json", self._calls, numbers)
+
+
+def _key(request: Request) -> str:
+    key = request.path_params.get("key")
+    return bearer(request) if key is None else str(key)
+
+
+def _json(content: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    body = msgspec.json.encode(content)
+    return Response(body, status_code=status, headers=headers, media_type="application/json")
+
+
+class Refusals:
+    """Answers refused requests as OpenAI's API does. Its clients repeat no request that says so.
+
+    What is wrong with the requests of an agent is logged once, because many agents hide it and only call again.
+    """
+
+    def __init__(self) -> None:
+        self._logged: set[tuple[str, str]] = set()
+
+    async def answer(self, request: Request, error: Exception) -> Response:
+        """Return the response to a request that raised a ``RefusedError``."""
+        assert isinstance(error, RefusedError)
+        what = error.code, error.param
+        if error.code in _OF_AGENT and what not in self._logged and len(self._logged) < _MAX_LOGGED:
+            self._logged.add(what)
+            logger.warning("an agent's call is refused (HTTP %d): %.500s", error.status, error.message)
+        return _refusal(error)
+
+
+def _refusal(error: RefusedError) -> Response:
+    kind = "invalid_request_error" if error.status != 401 else "authentication_error"
+    content = {"message": error.message, "type": kind, "param": error.param or None, "code": error.code}
+    retry = "true" if error.status == 429 else "false"
+    return _json({"error": content}, error.status, {"x-should-retry": retry})
+
+
+async def _nobody(request: Request, error: Exception) -> Response:
+    """Answer a client that has gone before it had sent its whole request."""
+    return Response(status_code=_CLIENT_GONE)
+
+
+def application(calls: Calls, model: str, max_model_len: int, renderer: asyncio.Future[ChatRenderer]) -> Starlette:
+    """Return the ASGI application."""
+    endpoints = Endpoints(calls, model, max_model_len, renderer)
+    handlers = {RefusedError: Refusals().answer, ClientDisconnect: _nobody}
+    return Starlette(routes=endpoints.routes(), exception_handlers=handlers)
+
+
+async def _serve(listener: socket.socket, link: socket.socket, settings: Mapping[str, Any]) -> None:
+    reader, writer = await asyncio.open_connection(sock=link)
+    calls = Calls(reader, writer, settings["first_call"])
+    load = asyncio.to_thread(load_renderer, settings["tokenizer"], settings["template_arguments"])
+    renderer = asyncio.ensure_future(load)
+    app = application(calls, settings["model"], settings["max_model_len"], renderer)
+    calls.programs = RemotePrograms(app, calls.send, MAX_CALLS_OF_SESSION)
+    serving = asyncio.create_task(serve_http(app, listener))
+    listening = asyncio.create_task(calls.listen())
+    await asyncio.wait({serving, listening}, return_when=asyncio.FIRST_COMPLETED)
+    for task in (serving, listening):
+        if task.done():
+            task.result()
+    # The generator is gone, and nobody could answer what still runs. A thread may be loading the tokenizer.
+    os._exit(0)
+
+
+def main() -> None:
+    """Serve until the generator closes its end of the connection, the first argument.
+
+    The second is the descriptor of the socket that listens, the third has the settings, as ``Front`` writes them.
+    """
+    link, listener = parent_socket(sys.argv[1]), socket.socket(fileno=int(sys.argv[2]))
+    link.setblocking(False)
+    asyncio.run(_serve(listener, link, json.loads(sys.argv[3])))
+
+
+if __name__ == "__main__":
+    main()

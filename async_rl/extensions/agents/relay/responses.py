@@ -1,0 +1,78 @@
+"""Parts of the HTTP servers of ``async-rl agent`` and of fronts: what they read of requests, and their responses."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from async_rl.extensions.agents.relay.loopback import error_body
+from async_rl.extensions.agents.relay.messages import MAX_BODY_BYTES
+
+
+class HandedResponse(Response):
+    """A response that calls ``handed`` when the client's connection has it, or ``lost`` if that fails."""
+
+    def __init__(
+        self, body: bytes, status: int, headers: dict[str, str], *, lost: Callable[[], None],
+        handed: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        super().__init__(body, status, headers or {"content-type": "application/json"})
+        self._lost, self._handed = lost, handed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        except BaseException:
+            self._lost()
+            raise
+        self._handed()
+
+
+async def disconnected(request: Request) -> None:
+    """Wait until the client has gone. The request's body has been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def first_of(awaited: asyncio.Future[Any], request: Request) -> None:
+    """Wait for ``awaited``, or until the client has gone."""
+    gone = asyncio.create_task(disconnected(request))
+    try:
+        await asyncio.wait({awaited, gone}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        gone.cancel()
+
+
+async def read_body(request: Request) -> bytes | None:
+    """Return the request's body; None if it is too large."""
+    announced = request.headers.get("content-length", "0")
+    if announced.isdecimal() and int(announced) > MAX_BODY_BYTES:
+        return None
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            return None
+    return bytes(body)
+
+
+def bearer(request: Request) -> str:
+    """Return the request's API key; empty if it has none."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
+
+
+def is_equal(key: str, other: str) -> bool:
+    """Compare two secrets, in a time that does not tell where they differ."""
+    return secrets.compare_digest(key.encode(), other.encode())
+
+
+def refusal(status: int, message: str, code: str) -> Response:
+    """Return a refusal in the shape of OpenAI's API, whose clients don't repeat the request."""
+    return Response(error_body(message, code), status, {"x-should-retry": "false"}, media_type="application/json")

@@ -1,0 +1,313 @@
+"""The chat endpoint as OpenAI's own client sees it: sync, async, tools, several choices, streaming, refusals."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+
+from async_rl.extensions.agents.front.chat import ChatRenderer, prompt_of, read_chat
+from async_rl.extensions.agents.front.conversations import Conversations
+from async_rl.extensions.agents.front.messages import Call, Reply, Said
+from async_rl.extensions.agents.front.process import Front
+from async_rl.extensions.agents.front.requests import NEUTRAL, RefusedError
+from async_rl.extensions.agents.transcript import Transcript
+from tests.data.public_templates import tokenizer_of
+from tests.extensions.agents.test_conversations import ASKED, CALL, MORE, RESULT, TOOLS
+
+DEADLINE_S = 120.0
+
+
+class Server:
+    """A front with Qwen3's template, whose calls a thread answers: each with the next of ``script``.
+
+    ``k`` is the key of an open session, ``short`` that of one that has ended.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.tokenizer = tokenizer_of("qwen3")
+        self.tokenizer.save_pretrained(directory)
+        self.front = Front("tiny", 4096, directory)
+        self.front.open(["k", "short"])
+        self.front.close_session("short", "ended")
+        self.script: list[str] = []
+        self.calls: list[Call] = []
+        self._is_closing = threading.Event()
+        self._thread = threading.Thread(target=self._answer)
+        self._thread.start()
+
+    def _answer(self) -> None:
+        while not self._is_closing.wait(0.002):
+            for message in self.front.poll():
+                if isinstance(message, Call):
+                    self.calls.append(message)
+                    self.front.reply(self._reply(message.call, self.script.pop(0)))
+
+    def _reply(self, call: int, text: str) -> Reply:
+        token_ids = np.array(self.tokenizer.encode(text + "<|im_end|>"), "<i4")
+        logprobs, versions = np.linspace(-1, -0.5, len(token_ids)).astype("<f4"), np.zeros(len(token_ids), "<i4")
+        return Reply(call, token_ids.tobytes(), logprobs.tobytes(), versions.tobytes(), "stop", 1, text)
+
+    def prompt(self, number: int) -> str:
+        return self.tokenizer.decode(np.frombuffer(self.calls[number].token_ids, np.int32))
+
+    def close(self) -> None:
+        self._is_closing.set()
+        self._thread.join()
+        self.front.close()
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = Server(tmp_path_factory.mktemp("tokenizer"))
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+@pytest.fixture
+def server(shared: Server) -> Server:
+    shared.calls, shared.script = [], []
+    return shared
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    base_url = f"{server.front.url}/s/k/v1"
+    with openai.OpenAI(base_url=base_url, api_key="any", timeout=DEADLINE_S, max_retries=0) as found:
+        yield found
+
+
+def asked(client: openai.OpenAI, messages: list[Any], **more: Any) -> Any:
+    return client.chat.completions.create(model="any", messages=messages, **more)
+
+
+def test_a_tool_conversation_goes_on_from_the_sampled_ids(server: Server, client: openai.OpenAI):
+    server.script = [CALL, "<think>\n5\n</think>\n\nIt is 5."]
+    first = asked(client, [ASKED], tools=TOOLS, max_tokens=50)
+    choice = first.choices[0]
+    (call,) = choice.message.tool_calls
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "So.")
+    assert (call.function.name, call.function.arguments) == ("add", '{"a": 2, "b": 3}')
+    result = {**RESULT, "tool_call_id": call.id}
+    second = asked(client, [ASKED, choice.message, result], tools=TOOLS)
+    assert (second.choices[0].message.content, second.choices[0].message.reasoning_content) == ("It is 5.", "5")
+    assert server.prompt(1).startswith(server.prompt(0) + CALL + "<|im_end|>\n<|im_start|>user\n<tool_response>\n5")
+    assert server.calls[0].max_tokens == 50
+    assert first.usage.prompt_tokens == len(server.calls[0].token_ids) // 4
+
+
+def test_the_transcript_has_what_was_said_once_whatever_is_repeated(server: Server, client: openai.OpenAI):
+    transcript = Transcript()
+    server.script = [CALL, "<think>\n5\n</think>\n\nIt is 5.", "8"]
+    first = asked(client, [ASKED], tools=TOOLS).choices[0].message
+    result = {**RESULT, "tool_call_id": first.tool_calls[0].id}
+    second = asked(client, [ASKED, first, result], tools=TOOLS).choices[0].message
+    # This history is not what was said: it begins anew.
+    asked(client, [ASKED, {"role": "assistant", "content": "4"}, MORE], tools=TOOLS)
+    texts = [CALL, "<think>\n5\n</think>\n\nIt is 5.", "8"]
+    for call, text in zip(server.calls, texts, strict=True):
+        assert call.said is not None
+        transcript.add(call.call, call.said, text)
+    one, other, third = (call.call for call in server.calls)
+    assert [len(json.loads(call.said.messages)) for call in server.calls if call.said] == [1, 1, 3]
+    told = transcript.messages(other)
+    assert told == (ASKED, first.model_dump(exclude_none=True), result, second.model_dump(exclude_none=True))
+    assert transcript.messages(one) == told[:2]
+    assert [message["content"] for message in transcript.messages(third)][1:] == ["4", MORE["content"], "8"]
+    assert transcript.tools == {"add": 1}
+    assert transcript.messages(None) == transcript.messages(-1) == ()
+
+
+def test_tools_with_many_names_are_counted_together():
+    transcript = Transcript()
+    for number in range(40):
+        call = f'<tool_call>{{"name": "{number:070d}", "arguments": {{}}}}</tool_call>'
+        transcript.add(number, Said(b"[]", None, has_tools=True), call)
+    assert transcript.tools == {"0" * 64: 40}
+    for number in range(40):
+        call = f'<tool_call>{{"name": "t{number}", "arguments": {{}}}}</tool_call>'
+        transcript.add(number, Said(b"[]", None, has_tools=True), call)
+    assert len(transcript.tools) == 33
+    assert transcript.tools["(others)"] == 9
+
+
+def test_the_async_client_gets_several_choices_with_seeds_of_their_own(server: Server):
+    server.script = ["one", "two", "three", "four"]
+
+    async def ask() -> Any:
+        async with openai.AsyncOpenAI(base_url=f"{server.front.url}/v1", api_key="k", timeout=DEADLINE_S) as client:
+            return await client.chat.completions.create(model="m", messages=[ASKED], n=4, seed=5)  # type: ignore[list-item]
+
+    found = asyncio.run(ask())
+    assert [choice.message.content for choice in found.choices] == ["one", "two", "three", "four"]
+    assert [call.seed for call in server.calls] == [5, 6, 7, 8]
+    assert len({call.token_ids for call in server.calls}) == 1
+
+
+def test_a_streamed_answer_comes_in_one_piece(server: Server, client: openai.OpenAI):
+    server.script = [CALL]
+    chunks = list(asked(client, [ASKED], tools=TOOLS, stream=True, stream_options={"include_usage": True}))
+    (choice,) = chunks[0].choices
+    num_tokens = len(server.tokenizer.encode(CALL)) + 1
+    assert (choice.delta.content, choice.delta.tool_calls[0].function.name) == ("So.", "add")
+    assert (choice.finish_reason, chunks[-1].usage.completion_tokens) == ("tool_calls", num_tokens)
+
+
+def test_a_streamed_answer_has_its_ids_if_they_are_asked_for(server: Server, client: openai.OpenAI):
+    server.script = ["ab"]
+    chunk, *_ = asked(client, [ASKED], stream=True, extra_body={"return_token_ids": True})
+    assert chunk.choices[0].token_ids == server.tokenizer.encode("ab<|im_end|>")
+    assert chunk.prompt_token_ids == np.frombuffer(server.calls[0].token_ids, np.int32).tolist()
+
+
+def test_log_probabilities_and_ids_are_those_of_the_sampled_tokens(server: Server, client: openai.OpenAI):
+    server.script = ["ab"]
+    found = asked(client, [ASKED], logprobs=True, extra_body={"return_token_ids": True})
+    content = found.choices[0].logprobs.content
+    assert [one.token for one in content] == ["a", "b", "<|im_end|>"]
+    assert [one.logprob for one in content] == pytest.approx([-1.0, -0.75, -0.5])
+    assert found.choices[0].token_ids == server.tokenizer.encode("ab<|im_end|>")
+    assert found.prompt_token_ids == np.frombuffer(server.calls[0].token_ids, np.int32).tolist()
+
+
+def test_a_stop_text_ends_the_answer_and_is_left_out_of_it(server: Server, client: openai.OpenAI):
+    server.script = ["Think.\nObservation:", "8"]
+    first = asked(client, [ASKED], stop=["Result:", "Observation:"])
+    assert (first.choices[0].message.content, first.choices[0].finish_reason) == ("Think.\n", "stop")
+    asked(client, [ASKED, first.choices[0].message, MORE])
+    assert server.prompt(1).startswith(server.prompt(0) + "Think.\nObservation:")
+
+
+def test_tools_are_left_out_if_none_may_be_called(server: Server, client: openai.OpenAI):
+    server.script = [CALL]
+    found = asked(client, [ASKED], tools=TOOLS, tool_choice="none")
+    assert found.choices[0].message.tool_calls is None
+    assert "add" not in server.prompt(0)
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"tool_choice": "required", "tools": TOOLS}, "tool_choice"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"top_logprobs": 5, "logprobs": True}, "top_logprobs"),
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"n": 100}, "n"),
+        ({"stop_token_ids": "5"}, "stop_token_ids"),
+        ({"token_ids": [1]}, "token_ids"),
+        ({"sampling_params": {"temperature": 0}}, "sampling_params"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": "a"}, {"content": "b"}]}, "messages"),
+    ],
+)
+def test_what_would_be_another_distribution_is_refused_by_name(
+    server: Server, client: openai.OpenAI, more: dict[str, Any], param: str
+):
+    messages = more.pop("messages", [ASKED])
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model="m", messages=messages, extra_body=more)
+    assert refused.value.param == param
+    assert server.calls == []
+
+
+@pytest.mark.parametrize("name", sorted(NEUTRAL.keys() - {"n", "logprobs"}))
+def test_a_field_that_would_be_left_aside_is_refused_unless_it_changes_nothing(
+    server: Server, client: openai.OpenAI, name: str
+):
+    with pytest.raises(openai.BadRequestError) as refused:
+        asked(client, [ASKED], extra_body={name: ["another value"]})
+    assert refused.value.param == name
+    assert refused.value.body["message"].startswith(f"{name}: expected ")  # type: ignore[index]
+    assert refused.value.body["message"].endswith("leave it out")  # type: ignore[index]
+    neutral = [None, "", [], {}, *NEUTRAL[name]]
+    server.script = ["a"] * len(neutral)
+    for value in neutral:
+        asked(client, [ASKED], extra_body={name: value})
+    assert len(server.calls) == len(neutral)
+
+
+@pytest.mark.parametrize(
+    ("own", "noted"),
+    [
+        ({"enable_thinking": False}, []),  # the run's
+        ({"thinking_mode": False}, ["chat_template_kwargs"]),  # Qwen3's template reads no such variable
+        ({"enable_thinking": True}, None),
+    ],
+)
+def test_a_chat_may_name_variables_of_the_template_that_leave_the_prompt_as_it_is(
+    server: Server, own: dict[str, bool], noted: list[str] | None
+):
+    found: list[str] = []
+    renderer = ChatRenderer(server.tokenizer, {"enable_thinking": False})
+    body = json.dumps({"messages": [ASKED], "chat_template_kwargs": own}).encode()
+    wanted = read_chat(body, found.append)
+    if noted is None:
+        with pytest.raises(RefusedError, match=r"leave it out, or set data\.chat_template_kwargs"):
+            prompt_of(Conversations(renderer), wanted, renderer, found.append)
+        return
+    prompt = prompt_of(Conversations(renderer), wanted, renderer, found.append)
+    assert server.tokenizer.decode(prompt.token_ids).endswith("<think>\n\n</think>\n\n")
+    assert found == noted
+
+
+def test_a_chat_may_name_tokens_that_end_its_answer(server: Server, client: openai.OpenAI):
+    server.script = ["a"]
+    asked(client, [ASKED], extra_body={"stop_token_ids": [5, 7]})
+    assert server.calls[0].stop_token_ids == (5, 7)
+
+
+def test_what_is_wrong_or_of_no_effect_in_an_agent_s_calls_is_logged_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    front = Front("tiny", 64, tmp_path)
+    extra = {"a_typo": 3, "cache_salt": "s", "tool_choice": "required"}  # the second is harmless
+    try:
+        front.open(["k"])
+        with openai.OpenAI(base_url=f"{front.url}/s/k/v1", api_key="any", max_retries=0) as client:
+            for _ in range(2):
+                with pytest.raises(openai.BadRequestError):
+                    asked(client, [ASKED], user="u", extra_body=extra)
+    finally:
+        front.close()
+    first, second = capfd.readouterr().err.splitlines()
+    assert "the field 'a_typo', which has no effect here" in first
+    assert "refused (HTTP 400): tool_choice" in second
+
+
+def test_the_client_repeats_no_call_of_a_session_that_has_ended(server: Server):
+    client = openai.OpenAI(base_url=f"{server.front.url}/s/short/v1", api_key="any", max_retries=5)
+    with client, pytest.raises(openai.APIStatusError) as refused:
+        asked(client, [ASKED])
+    assert refused.value.status_code == 410
+
+
+def test_a_rewritten_history_is_rendered_whole(server: Server, client: openai.OpenAI):
+    server.script = ["It is 5.", "8"]
+    asked(client, [ASKED])
+    asked(client, [ASKED, {"role": "assistant", "content": "Five."}, MORE])
+    assert "Five.<|im_end|>" in server.prompt(1)
+    assert "It is 5." not in server.prompt(1)
+
+
+def test_a_generator_without_a_tokenizer_says_that_it_takes_no_chats():
+    front = Front("tiny", 64)
+    try:
+        front.open(["k"])
+        client = openai.OpenAI(base_url=f"{front.url}/s/k/v1", api_key="any", max_retries=0)
+        with client, pytest.raises(openai.InternalServerError, match="need a tokenizer with a chat template"):
+            asked(client, [ASKED])
+    finally:
+        front.close()

@@ -1,0 +1,77 @@
+"""An agent is tried on two rows before a run starts, against the real front, with an answer that solves nothing."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_rl.config.config import Config
+from async_rl.config.loading import parse_config
+from async_rl.data.dataset import Row
+from async_rl.errors import ConfigError
+from async_rl.extensions.agents.checks import try_agent
+from tests.data.public_templates import tokenizer_of
+
+ROWS = [
+    Row(messages=({"role": "user", "content": f"{n}+1?"},), reward_data={"idx": n, "gt_answer": str(n)})
+    for n in range(3)
+]
+CHAT = """
+from openai import AsyncOpenAI
+
+async def run(task):
+    async with AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client:
+        answer = await client.chat.completions.create(model="m", messages=task.messages)
+    {then}
+"""
+
+
+def config_of(directory: Path, source: str, **environment: Any) -> Config:
+    path, model = directory / "agent.py", directory / "model"
+    path.write_text(source)
+    tokenizer_of("qwen3").save_pretrained(model)
+    (model / "config.json").write_text('{"model_type": "qwen3", "vocab_size": 400}')
+    named = environment or {"name": f"{path}:run"}
+    allowed = [str(path), f"{sys.executable} {path}"]
+    return parse_config(
+        {
+            "run": {"dir": str(directory / "run")}, "model": {"path": str(model)}, "environment": named,
+            "generator": {"serve": True, "allow_code": allowed, "backend": "transformers"},
+            "sampling": {"max_prompt_tokens": 200, "max_new_tokens": 200},
+        },
+        "test",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("then", ["return 1.0", "return None"])
+def test_an_agent_that_can_play_says_nothing(tmp_path: Path, then: str):
+    assert try_agent(config_of(tmp_path, CHAT.format(then=then)), ROWS) == ""
+
+
+def test_an_agent_that_fails_on_each_row_is_refused_with_its_line(tmp_path: Path):
+    config = config_of(tmp_path, CHAT.format(then="return answer.choices[7]"))
+    with pytest.raises(ConfigError, match=r"environment.name: .*agent.py:run can't play training row 0: IndexError"):
+        try_agent(config, ROWS)
+
+
+def test_an_agent_that_fails_on_some_rows_is_a_warning(tmp_path: Path):
+    config = config_of(tmp_path, CHAT.format(then="return 1 / task.extra_info['idx']"))
+    said = try_agent(config, ROWS)
+    assert "can't play training row 0: ZeroDivisionError" in said
+    assert "training row 1" not in said
+
+
+def test_an_agent_that_asks_for_another_distribution_learns_it_before_the_run(tmp_path: Path):
+    source = CHAT.format(then="return 1.0").replace('model="m",', 'model="m", temperature=0.3,')
+    with pytest.raises(ConfigError, match=r"expected the run's sampling.temperature = 1 or none, got 0.3"):
+        try_agent(config_of(tmp_path, source), ROWS)
+
+
+def test_a_program_is_tried_too(tmp_path: Path):
+    words = [sys.executable, str(tmp_path / "agent.py")]
+    config = config_of(tmp_path, "import sys; print('no tool here'); sys.exit(4)", command=words)
+    with pytest.raises(ConfigError, match=r"environment.command: .* can't play training row 0: .*no tool here"):
+        try_agent(config, ROWS)

@@ -1,0 +1,254 @@
+"""The tokens of a session: what continues what, what is lost, and what the limits leave room for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from async_rl.extensions.agents.session_tokens import Limits, MustWaitError, NoRoomError, SessionTokens
+from async_rl.generator.backend import Sampled
+from async_rl.records import NO_VERSION
+
+WIDE = Limits(first_prompt=1000, sampled=1000, sequence=2000, rollout=10_000, answer=8)
+
+
+def ids(*tokens: int) -> np.ndarray:
+    return np.array(tokens, np.int32)
+
+
+def sampled(*tokens: int, version: int = 1, text: str = "", opened: str = "") -> Sampled:
+    found = ids(*tokens)
+    logprobs = np.array([-token / 100 for token in tokens], np.float32)
+    versions = np.full(len(tokens), version, np.int32)
+    return Sampled("request", 0, ids(1), found, logprobs, versions, "stop", text, prompt_opened=opened)
+
+
+def ask(session: SessionTokens, call: int, prompt: tuple[int, ...], answer: tuple[int, ...], **more: object) -> int:
+    room = session.begin(call, ids(*prompt), None)
+    session.answer(call, sampled(*answer, **more))  # type: ignore[arg-type]
+    return room
+
+
+def test_a_call_that_goes_on_from_an_answer_keeps_the_sampled_tokens_in_one_sequence():
+    session = SessionTokens(WIDE)
+    ask(session, 0, (1, 2), (7, 8), version=3)
+    ask(session, 1, (1, 2, 7, 8, 5), (9,), version=4)
+    (sequence,) = session.sequences()
+    assert sequence.token_ids.tolist() == [1, 2, 7, 8, 5, 9]
+    assert sequence.loss_mask.tolist() == [False, False, True, True, False, True]
+    assert sequence.versions.tolist() == [NO_VERSION, NO_VERSION, 3, 3, NO_VERSION, 4]
+    assert sequence.behavior_logprobs.tolist() == pytest.approx([0, 0, -0.07, -0.08, 0, -0.09])
+    assert session.counts() == {"first": 1, "continued": 1, "branched": 0, "rewritten": 0, "lost": 0}
+    assert session.turn_tokens == [2, 1]
+
+
+def test_a_rewritten_history_begins_a_sequence_that_trains_only_its_own_answer():
+    session = SessionTokens(WIDE)
+    ask(session, 0, (1, 2), (7, 8))
+    ask(session, 1, (1, 2, 7, 6), (9,))
+    first, second = session.sequences()
+    assert (first.token_ids.tolist(), second.token_ids.tolist()) == ([1, 2, 7, 8], [1, 2, 7, 6, 9])
+    assert second.loss_mask.tolist() == [False, False, False, False, True]
+    assert session.counts()["rewritten"] == 1
+
+
+def test_two_calls_from_one_answer_branch_and_the_shared_answer_is_trained_once():
+    session = SessionTokens(WIDE)
+    ask(session, 0, (1,), (7,))
+    session.begin(1, ids(1, 7, 3), None)
+    session.begin(2, ids(1, 7, 4), None)
+    session.answer(2, sampled(9))
+    session.answer(1, sampled(8))
+    first, second = session.sequences()
+    assert (first.token_ids.tolist(), second.token_ids.tolist()) == ([1, 7, 3, 8], [1, 7, 4, 9])
+    assert sum(int(one.loss_mask.sum()) for one in (first, second)) == 3
+    assert session.counts()["branched"] == 1
+
+
+def test_the_same_prompt_again_is_a_branch():
+    session = SessionTokens(WIDE)
+    ask(session, 0, (1, 2), (7,))
+    ask(session, 1, (1, 2), (8,))
+    assert [one.token_ids.tolist() for one in session.sequences()] == [[1, 2, 7], [1, 2, 8]]
+    assert session.counts() == {"first": 1, "continued": 0, "branched": 1, "rewritten": 0, "lost": 0}
+
+
+def test_a_call_goes_on_from_the_longest_sequence_that_it_repeats():
+    session = SessionTokens(WIDE)
+    ask(session, 0, (1,), (7,))
+    session.begin(1, ids(1, 7, 3), None)
+    ask(session, 2, (1, 7, 3), (5,))
+    session.answer(1, sampled(6))
+    ask(session, 3, (1, 7, 3, 5, 2), (9,))
+    assert [one.token_ids.tolist() for one in session.sequences()] == [[1, 7, 3, 6], [1, 7, 3, 5, 2, 9]]
+
+
+def test_an_answer_that_never_arrived_leaves_the_loss():
+    session = SessionTokens(WIDE)
+    ask(session, 0, (1,), (7,), text="kept", opened="<think>")
+    session.deliver(0)
+    ask(session, 1, (1, 7, 2), (8, 9), text="lost")
+    session.lose(1)
+    (sequence,) = session.sequences()
+    assert sequence.token_ids.tolist() == [1, 7]
+    assert (session.num_lost, session.last_text, session.num_sampled) == (1, "kept", 1)
+    assert session.last_opened == "<think>"
+    ask(session, 2, (1, 7, 2), (6,))
+    assert [one.token_ids.tolist() for one in session.sequences()] == [[1, 7, 2, 6]]
+
+
+def test_after_an_answer_that_seems_lost_a_call_may_be_longer_than_the_first_prompt():
+    # The front can die after the agent got an answer and before it said so: then the agent goes on from it.
+    session = SessionTokens(Limits(first_prompt=2, sampled=10, sequence=12, rollout=24))
+    ask(session, 0, (1, 2), (7,))
+    session.lose(0)
+    ask(session, 1, (1, 2, 7, 3), (8,))
+    (sequence,) = session.sequences()
+    assert sequence.token_ids.tolist() == [1, 2, 7, 3, 8]
+    assert sequence.loss_mask.tolist() == [False, False, False, False, True]
+
+
+def test_an_answer_that_a_later_call_goes_on_from_did_arrive():
+    session = SessionTokens(WIDE)
+    ask(session, 0, (1,), (7,))
+    session.begin(1, ids(1, 7, 2), None)
+    session.lose(0)
+    session.answer(1, sampled(8))
+    assert session.num_lost == 0
+    assert [one.token_ids.tolist() for one in session.sequences()] == [[1, 7, 2, 8]]
+
+
+def test_a_stopped_call_leaves_nothing():
+    session = SessionTokens(WIDE)
+    session.begin(0, ids(1, 2), None)
+    session.lose(0)
+    session.lose(0)
+    assert (session.num_tokens, session.sequences(), session.num_lost) == (0, (), 1)
+
+
+def test_the_limits_leave_room_for_an_answer_or_say_which_one_does_not():
+    limits = Limits(first_prompt=4, sampled=6, sequence=10, rollout=14, answer=3)
+    session = SessionTokens(limits)
+    with pytest.raises(NoRoomError, match=r"5 tokens, sampling.max_prompt_tokens = 4"):
+        session.begin(0, ids(1, 2, 3, 4, 5), None)
+    assert session.begin(0, ids(1, 2), None) == 3
+    session.answer(0, sampled(7, 8, 9))
+    assert session.begin(1, ids(1, 2, 7, 8, 9, 3), 2) == 2
+    session.answer(1, sampled(6, 6))
+    with pytest.raises(NoRoomError) as refused:
+        session.begin(2, ids(*range(20, 30)), None)
+    assert refused.value.key == "sampling.max_prompt_tokens + sampling.max_new_tokens"
+    with pytest.raises(NoRoomError) as refused:
+        session.begin(2, ids(20, 21, 22, 23, 24, 25), None)
+    assert refused.value.key == "environment.max_rollout_tokens"
+    assert session.begin(2, ids(20), None) == 1
+    session.answer(2, sampled(5))
+    with pytest.raises(NoRoomError) as refused:
+        session.begin(3, ids(21), None)
+    assert refused.value.key == "sampling.max_new_tokens"
+
+
+def test_a_call_waits_for_the_room_that_a_running_one_may_need():
+    session = SessionTokens(Limits(first_prompt=4, sampled=6, sequence=10, rollout=20))
+    assert session.begin(0, ids(1), None) == 6
+    with pytest.raises(MustWaitError):
+        session.begin(1, ids(2), None)
+    session.answer(0, sampled(7, 8))
+    assert session.begin(1, ids(2), None) == 4
+
+
+@dataclass
+class Known:
+    """An answer as the agent knows it: all tokens up to it, and whether it certainly has it."""
+
+    tokens: tuple[int, ...]
+    answer: tuple[int, ...]
+
+
+@dataclass
+class Model:
+    running: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    rooms: dict[int, int] = field(default_factory=dict)
+    doubtful: dict[int, Known] = field(default_factory=dict)
+    kept: list[Known] = field(default_factory=list)
+
+
+class CallsInAnyOrder(RuleBasedStateMachine):
+    """Agents that go on, branch, rewrite, lose answers and stop calls, in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.limits = Limits(first_prompt=6, sampled=24, sequence=30, rollout=60, answer=4)
+        self.session = SessionTokens(self.limits)
+        self.model = Model()
+        self.num_calls = 0
+
+    @rule(data=st.data(), added=st.lists(st.integers(1, 3), min_size=1, max_size=3))
+    def begin(self, data: st.DataObject, added: list[int]):
+        known = [one.tokens for one in (*self.model.kept, *self.model.doubtful.values())]
+        before = data.draw(st.sampled_from([(), *known]))
+        prompt = (*before, *added)
+        call, self.num_calls = self.num_calls, self.num_calls + 1
+        try:
+            room = self.session.begin(call, ids(*prompt), None)
+        except (NoRoomError, MustWaitError):
+            return
+        self.model.running[call], self.model.rooms[call] = prompt, room
+
+    @precondition(lambda self: self.model.running)
+    @rule(data=st.data())
+    def answer(self, data: st.DataObject):
+        call = data.draw(st.sampled_from(sorted(self.model.running)))
+        prompt, room = self.model.running.pop(call), self.model.rooms[call]
+        # Each answer has tokens of its own, so that it is clear whose they are.
+        tokens = tuple(1000 * (call + 1) + at for at in range(data.draw(st.integers(1, room))))
+        self.session.answer(call, sampled(*tokens))
+        self.model.doubtful[call] = Known((*prompt, *tokens), tokens)
+
+    @precondition(lambda self: self.model.doubtful)
+    @rule(data=st.data())
+    def deliver(self, data: st.DataObject):
+        call = data.draw(st.sampled_from(sorted(self.model.doubtful)))
+        self.session.deliver(call)
+        self.model.kept.append(self.model.doubtful.pop(call))
+
+    @precondition(lambda self: self.model.doubtful)
+    @rule(data=st.data())
+    def lose_an_answer(self, data: st.DataObject):
+        call = data.draw(st.sampled_from(sorted(self.model.doubtful)))
+        if call in self.session.doubtful:
+            del self.model.doubtful[call]
+        self.session.lose(call)
+
+    @precondition(lambda self: self.model.running)
+    @rule(data=st.data())
+    def stop(self, data: st.DataObject):
+        call = data.draw(st.sampled_from(sorted(self.model.running)))
+        del self.model.running[call]
+        self.session.lose(call)
+
+    @invariant()
+    def every_answer_is_trained_once_after_its_own_prompt(self):
+        known = [*self.model.kept, *self.model.doubtful.values()]
+        wanted = sorted(token for one in known for token in one.answer)
+        sequences = self.session.sequences()
+        assert sorted(token for one in sequences for token in one.token_ids[one.loss_mask].tolist()) == wanted
+        begins = {
+            tuple(one.token_ids[: end + 1].tolist()) for one in sequences for end in np.flatnonzero(one.loss_mask)
+        }
+        assert all(one.tokens in begins for one in known)
+
+    @invariant()
+    def no_limit_is_exceeded(self):
+        sequences = self.session.sequences()
+        assert sum(len(one.token_ids) for one in sequences) <= self.limits.rollout
+        assert sum(int(one.loss_mask.sum()) for one in sequences) <= self.limits.sampled
+        assert max((len(one.token_ids) for one in sequences), default=0) <= self.limits.sequence
+        assert sum(self.session.turn_tokens) == self.session.num_sampled
+
+
+TestCallsInAnyOrder = CallsInAnyOrder.TestCase
