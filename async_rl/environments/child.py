@@ -2,7 +2,7 @@
 
 ``fork_server`` imports the environment's code and forks this process. ``play`` is the loop over turns: reset, then
 sample and step until done. It checks everything that an environment returns, so that an error names the environment's
-mistake. An agent makes its calls over HTTP: ``play_agent`` only waits for its end.
+mistake.
 
 Messages are JSON objects in frames of ``net.streams``, so that a malformed message of an environment can do no harm.
 The fork server gets ``prepare`` (allowed, digest, extra). The generator sends ``start`` (prompt, state, extra_info,
@@ -10,30 +10,26 @@ seed, max_turns; for an agent also endpoint: base_url, api_key, command, finish_
 num_tokens), ``over`` (the rollout gets no further turn) and ``cancel``. This process sends ``sample`` (state,
 max_tokens, stop), ``ended`` (turns: the reward and score of every action; for an agent reward and score, or None, and
 metrics), ``failed`` (error; for an exception also what ``describe_error`` returns, as detail and place, its class as
-kind, and ``is_transient``) and ``cancelled``. For an agent the last three also say ``is_alone``: whether all processes
-that the rollout has started have ended.
+kind, and ``is_transient``) and ``cancelled``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import inspect
 import json
 import math
-import os
 import random
 import socket
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from async_rl.environments.protocol import Action, Rollout, RolloutOverError, State, Task
+from async_rl.environments.protocol import Action, Rollout, RolloutOverError, State
 from async_rl.errors import WireError
 from async_rl.net.streams import pack_frame, take_frame
-from async_rl.process.fault_points import fault_point
 from async_rl.process.transient import is_transient
 from async_rl.process.user_code import describe_error
 from async_rl.records import row_fields
@@ -89,10 +85,6 @@ def unpack(buffer: bytearray) -> dict[str, Any] | None:
 
 _ERROR_CHARACTERS = 4000
 _CHUNK = 1 << 16
-_PR_SET_CHILD_SUBREAPER = 36
-
-MAX_METRICS = 64
-"""Maximum number of metrics of an agent's rollout, and of characters of a name."""
 _STEP_KEYS = {"next_state", "reward", "score", "done", "extra_info"}
 
 
@@ -197,56 +189,36 @@ def prepare(code: Any, extra: dict[str, Any]) -> str:
 
 
 async def _prepared(result: Any) -> None:
-    await _awaited(result)
+    await awaited(result)
 
 
-def serve(sock: socket.socket, code: Any) -> None:
+Player = Callable[[Any, RemoteRollout], Awaitable[dict[str, Any]]]
+"""Plays a rollout with the user's code, as ``play`` does, and returns the fields of ``ended``."""
+AtEnd = Callable[[], dict[str, Any]]
+"""Returns further fields of the last message of a rollout."""
+
+
+def serve(sock: socket.socket, code: Any, player: Player | None = None, at_end: AtEnd = dict) -> None:
     """Play rollouts with ``code``, the user's environment, until the generator closes the socket."""
     with contextlib.suppress(ConnectionError):
-        asyncio.run(_serve(_Channel(sock), code))
+        asyncio.run(_serve(_Channel(sock), code, player or play, at_end))
 
 
-async def _serve(channel: _Channel, code: Any) -> None:
+async def _serve(channel: _Channel, code: Any, player: Player, at_end: AtEnd) -> None:
     rollout: RemoteRollout | None = None
     task: asyncio.Task[None] | None = None
     while (message := await channel.receive()) is not None:
         if message["type"] == "start":
             rollout = RemoteRollout(channel, message)
-            if rollout.endpoint is not None:
-                adopt_orphans()
             _seed(message["seed"])
-            task = asyncio.create_task(_play(channel, code, rollout))
+            task = asyncio.create_task(_play(channel, code, rollout, player, at_end))
         elif message["type"] == "cancel":
             if task is not None:
                 task.cancel()
                 await asyncio.wait([task])
-            await channel.send({"type": "cancelled"} | _left_behind(rollout))
+            await channel.send({"type": "cancelled", **at_end()})
         elif rollout is not None:
             rollout.answers.put_nowait(message)
-
-
-def _left_behind(rollout: RemoteRollout | None) -> dict[str, Any]:
-    """Return what the last message of a rollout says of the processes that it has started: only an agent's does."""
-    return {} if rollout is None or rollout.endpoint is None else {"is_alone": is_alone()}
-
-
-def adopt_orphans() -> None:
-    """Become the parent of all processes that descend from this one and lose theirs, on Linux."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def is_alone() -> bool:
-    """Return whether all processes that this one or its children have started have ended; they are reaped.
-
-    False where orphans can't be adopted, because they can't be found there.
-    """
-    while True:
-        try:
-            if os.waitpid(-1, os.WNOHANG)[0] == 0:
-                return False
-        except ChildProcessError:
-            return sys.platform == "linux"
 
 
 def _seed(seed: int) -> None:
@@ -259,28 +231,23 @@ def _seed(seed: int) -> None:
         numpy.random.seed(seed % 2**32)
 
 
-async def _play(channel: _Channel, code: Any, rollout: RemoteRollout) -> None:
+async def _play(channel: _Channel, code: Any, rollout: RemoteRollout, player: Player, at_end: AtEnd) -> None:
     before = asyncio.all_tasks()
-    ended: dict[str, Any] = {}
+    last: dict[str, Any]
     try:
         try:
-            if rollout.endpoint is None:
-                await play(code, rollout)
-                ended = {"turns": rollout.turns}
-            else:
-                ended = await play_agent(code, AgentTask(rollout, rollout.endpoint))
+            last = {"type": "ended", **await player(code, rollout)}
         finally:
             await _end_tasks(asyncio.all_tasks() - before)
     except (EnvironmentFault, FrameError) as error:
-        await channel.send({"type": "failed", "error": str(error), **_left_behind(rollout)})
+        last = {"type": "failed", "error": str(error)}
     except Exception as error:  # an error in the environment's code fails its rollout; the traceback is logged
         detail, place = describe_error(error)
         trace = traceback.format_exc()[-_ERROR_CHARACTERS:]
         kind = getattr(error, "kind", None) or type(error).__name__
-        failed = {"type": "failed", "error": trace, "detail": detail, "place": place, "kind": str(kind)}
-        await channel.send({**failed, "is_transient": is_transient(error), **_left_behind(rollout)})
-    else:
-        await channel.send({"type": "ended", **ended, **_left_behind(rollout)})
+        last = {"type": "failed", "error": trace, "detail": detail, "place": place, "kind": str(kind)}
+        last["is_transient"] = is_transient(error)
+    await channel.send({**last, **at_end()})
 
 
 async def _end_tasks(left: set[asyncio.Task[Any]]) -> None:
@@ -294,8 +261,8 @@ class EnvironmentFault(Exception):  # noqa: N818  (the author's mistake; not one
     """The environment returned a malformed value, or called ``sample`` with one."""
 
 
-async def play(code: Any, rollout: Rollout) -> None:
-    """Play one rollout with the environment ``code``, which is a module, an object or a class.
+async def play(code: Any, rollout: RemoteRollout) -> dict[str, Any]:
+    """Play one rollout with the environment ``code``, which is a module, an object or a class. Return its turns.
 
     A class is instantiated first. Exceptions that the environment raises are passed on.
 
@@ -310,75 +277,22 @@ async def play(code: Any, rollout: Rollout) -> None:
                 "generator.serve = true if it is an agent"
             )
         if hasattr(environment, "generate"):
-            await _awaited(environment.generate(rollout))
+            await awaited(environment.generate(rollout))
         else:
             await _turns(environment, rollout)
     except RolloutOverError:
         pass
     finally:
         if hasattr(environment, "close"):
-            await _awaited(environment.close())
-
-
-class AgentTask:
-    """The ``protocol.Task`` of an agent, and the ``CommandTask`` of the built-in one."""
-
-    def __init__(self, rollout: RemoteRollout, endpoint: Mapping[str, Any]) -> None:
-        self.base_url, self.api_key = str(endpoint["base_url"]), str(endpoint["api_key"])
-        self.command: Sequence[str] = endpoint["command"]
-        self.finish_key = str(endpoint["finish_key"])
-        self.extra_info, self.prompt = rollout.extra_info, rollout.prompt
-        state = rollout.first_state
-        self.messages = [] if state is None or isinstance(state, str) else [dict(message) for message in state]
-
-
-async def play_agent(code: Any, task: Task) -> dict[str, Any]:
-    """Run the agent ``code``, a function or an object with a method ``run``, to its end.
-
-    Return its reward, score and metrics (numbers by name). The first two are None if the agent returned None: the run's
-    reward functions judge then.
-
-    Raises:
-        EnvironmentFault: it is no agent, or returned something else than a number, a dict or None.
-    """
-    run = code if inspect.isroutine(code) else getattr(code() if inspect.isclass(code) else code, "run", None)
-    if run is None:
-        raise EnvironmentFault(
-            "environment.name: expected an agent, because generator.serve is true: an async function, or a module or "
-            "class with an async function run, got neither; name the function: file.py:name"
-        )
-    fault_point("agent.begun")
-    made = await _awaited(run(task))
-    fault_point("agent.ended")
-    result: dict[str, Any] = dict(made) if isinstance(made, Mapping) else {"reward": made}
-    metrics: Any = result.pop("metrics", None) or {}
-    if not isinstance(metrics, Mapping):
-        raise EnvironmentFault(
-            f"the agent's result: metrics: expected a dict of numbers, got {metrics!r:.60}; correct what it returns"
-        )
-    if len(metrics) > MAX_METRICS or any(len(str(name)) > MAX_METRICS for name in metrics):
-        raise EnvironmentFault(
-            f"the agent's result: expected at most {MAX_METRICS} metrics, with names of at most {MAX_METRICS} "
-            f"characters, got more; leave some out"
-        )
-    unknown = sorted(map(str, set(result) - {"reward", "score"}))
-    result |= {f"metrics.{name}": value for name, value in metrics.items()}
-    wrong = [name for name, value in result.items() if value is not None and not is_finite(value)]
-    if unknown or wrong:
-        name = (unknown or wrong)[0]
-        raise EnvironmentFault(
-            f"the agent's result: expected a finite number, a dict with reward, score and metrics, or None, got "
-            f"{name} = {result[name]!r:.60}; correct what it returns"
-        )
-    numbers = {name: None if (value := result.get(name)) is None else float(value) for name in ("reward", "score")}
-    return {**numbers, "metrics": {str(name): float(value) for name, value in metrics.items() if value is not None}}
+            await awaited(environment.close())
+    return {"turns": rollout.turns}
 
 
 async def _turns(environment: Any, rollout: Rollout) -> None:
     state = await _first_state(environment, rollout)
     while True:
         action = await rollout.sample(state)
-        result = await _awaited(environment.step(state, action.text, rollout.extra_info))
+        result = await awaited(environment.step(state, action.text, rollout.extra_info))
         _check_step(result)
         rollout.extra_info = result.get("extra_info", rollout.extra_info)
         rollout.reward(result["reward"], result.get("score"))
@@ -389,7 +303,7 @@ async def _turns(environment: Any, rollout: Rollout) -> None:
 
 
 async def _first_state(environment: Any, rollout: Rollout) -> State:
-    made = await _awaited(environment.reset(rollout.extra_info)) if hasattr(environment, "reset") else None
+    made = await awaited(environment.reset(rollout.extra_info)) if hasattr(environment, "reset") else None
     if isinstance(made, tuple):
         if len(made) != 2 or not isinstance(made[1], dict):
             types = ", ".join(type(part).__name__ for part in made)
@@ -485,5 +399,5 @@ def is_finite(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-async def _awaited(value: Any) -> Any:
+async def awaited(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from async_rl.config.generator import EnvironmentConfig
 from async_rl.environments.child import FrameError, pack, unpack
@@ -50,6 +50,20 @@ class Event:
     @property
     def type(self) -> str:
         return self.message["type"]
+
+
+class ForkedCode(NamedTuple):
+    """What the processes of a pool run.
+
+    Attributes:
+        server: the module of its fork server, which calls ``fork_server.main``.
+        code: the name of the code that plays.
+        settings: what the code's function ``prepare`` gets.
+    """
+
+    server: str
+    code: str
+    settings: Mapping[str, Any]
 
 
 @dataclass(slots=True, eq=False)
@@ -84,9 +98,7 @@ class EnvironmentPool:
         config: the section ``[environment]``.
         allowed: the code that this machine may run, as in ``generator.allow_code``.
         digest: the digest that the environment's code must have. If None, any code is accepted.
-        code: the code that plays, if it is not ``environment.name``.
-        settings: what its function ``prepare`` gets, if that is not ``environment.extra``.
-        has_agents: whether it runs agents, which need one answer of this pool only: their end. It may take
+        agent: what plays if that is no environment. It needs one answer of this pool only, its end, and may take
             ``environment.session_timeout_s``.
         clock: returns the time in seconds.
 
@@ -100,16 +112,14 @@ class EnvironmentPool:
         *,
         allowed: Collection[str],
         digest: str | None,
-        code: str | None = None,
-        settings: Mapping[str, Any] | None = None,
-        has_agents: bool = False,
+        agent: ForkedCode | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._has_agents = has_agents
+        self._has_agents = agent is not None
         self.counts = {"started": 0, "timed_out": 0, "crashed": 0}
         self._config = config
-        prepare = {"allowed": [*allowed], "digest": digest, "extra": config.extra if settings is None else settings}
-        self._start_server = partial(_fork_server, code or config.name, prepare, clock)
+        code = agent or ForkedCode("async_rl.environments.fork_server", config.name, config.extra)
+        self._start_server = partial(_fork_server, code, allowed, digest, clock)
         self._clock = clock
         self._check_at_s = -math.inf
         self._processes: dict[str, _Process] = {}
@@ -422,17 +432,19 @@ class EnvironmentPool:
         process.channel.socket.close()
 
 
-def _fork_server(code: str, prepare: Mapping[str, Any], clock: Callable[[], float]) -> ForkServer:
+def _fork_server(
+    code: ForkedCode, allowed: Collection[str], digest: str | None, clock: Callable[[], float]
+) -> ForkServer:
     """Start a fork server, which imports the environment's code.
 
     Raises:
         ConfigError: ``environment.extra`` is no JSON.
     """
     try:
-        settings = pack({"type": "prepare", **prepare})
+        settings = pack({"type": "prepare", "allowed": [*allowed], "digest": digest, "extra": code.settings})
     except FrameError as error:
         raise ConfigError(f"environment.extra: {error}") from None
-    return ForkServer("async_rl.environments.fork_server", code, content=code, settings=settings, clock=clock)
+    return ForkServer(code.server, code.code, content=code.code, settings=settings, clock=clock)
 
 
 def _refused(error: StartError) -> ConfigError:

@@ -135,16 +135,6 @@ class Task(Protocol):
     extra_info: dict[str, Any]
 
 
-class CommandTask(Task, Protocol):
-    """The argument of the built-in agent that runs ``command``, a program and its arguments.
-
-    ``finish_key`` is the key with which the program may report its rollout's reward.
-    """
-
-    command: Sequence[str]
-    finish_key: str
-
-
 _TOOL_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 

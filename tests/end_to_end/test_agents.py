@@ -317,7 +317,7 @@ def pid_of(run: FaultRun, victim: str, chance: random.Random) -> int | None:
         return run.queue_pid()
     lines = command_lines(run.marker)
     if victim == "agent":
-        servers = {pid for pid, line in lines.items() if "async_rl.environments.fork_server" in line}
+        servers = {pid for pid, line in lines.items() if "async_rl.extensions.agents.programs.fork_server" in line}
         found = [pid for pid in servers if parent_of(pid) in servers]
     elif victim == "front":
         found = [pid for pid, line in lines.items() if "async_rl.extensions.agents.front.server" in line]

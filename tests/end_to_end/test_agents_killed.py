@@ -23,7 +23,10 @@ CHAT_POINTS = ("generator.call_begun", "generator.call_answered", "front.called"
 VICTIMS = ("agent", "front", "fork_server", "generator", "queue", "learner")
 NUM_ROWS, POISON_ROWS = 160, (3, 7)
 """Of the rows that always fail, there are few and early ones: they are out of attempts long before the data ends."""
-MODULES = {"front": "async_rl.extensions.agents.front.server", "fork_server": "async_rl.environments.fork_server"}
+MODULES = {
+    "front": "async_rl.extensions.agents.front.server",
+    "fork_server": "async_rl.extensions.agents.programs.fork_server",
+}
 HEAD = '''
 import http.client, subprocess
 from pathlib import Path

@@ -12,7 +12,7 @@ from async_rl.config.generator import EnvironmentConfig
 from async_rl.environments.pool import EnvironmentPool
 from async_rl.extensions.agents.front.process import Front
 from async_rl.extensions.agents.outside_programs import OutsidePrograms
-from async_rl.extensions.agents.programs.pool import program_pool
+from async_rl.extensions.agents.programs.pool import code_pool, program_pool
 from async_rl.extensions.agents.rollouts import AgentRollouts, Engine
 from async_rl.generator.backend import Sampled
 from async_rl.generator.rollouts import Graded
@@ -127,11 +127,7 @@ class World(Turns[EngineT]):
         self.said = directory / "said"
         front = stack.enter_context(closing(Front("tiny", max_model_len, tokenizer)))
         allowed = [settings.name.partition(":")[0]]
-        pool = (
-            program_pool(settings)
-            if settings.program
-            else EnvironmentPool(settings, allowed=allowed, digest=None, has_agents=True)
-        )
+        pool = program_pool(settings) if settings.program else code_pool(settings, allowed, None)
         self.pool = stack.enter_context(closing(pool))
         super().__init__(backend, self.pool, front, settings, clock=clock, vocab_size=vocab_size)
 

@@ -1,7 +1,7 @@
 """The agent of ``environment.command``: a program that gets its rollout in environment variables and a file.
 
-``child.play_agent`` runs it like any other agent, in a process of the environment's pool. The program has a session of
-its own, so that all that it starts ends with it.
+``fork_server.play_agent`` runs it like any other agent, in a process of the environment's pool. The program has a
+session of its own, so that all that it starts ends with it.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import os
 import signal
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from async_rl.environments.protocol import CommandTask
+if TYPE_CHECKING:
+    from async_rl.extensions.agents.programs.fork_server import AgentTask
 
 _TAIL_CHARACTERS = 2000
 
 
-async def run(task: CommandTask) -> None:
+async def run(task: AgentTask) -> None:
     """Run the command once. Its reward is what it reports; otherwise the run's reward functions judge its last answer.
 
     The program finds the endpoint in ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY``, and in ``ASYNC_RL_TASK`` the path of a

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from async_rl.config.config import Config
 from async_rl.config.generator import EnvironmentConfig
-from async_rl.environments.pool import EnvironmentPool
+from async_rl.environments.pool import EnvironmentPool, ForkedCode
 from async_rl.process.user_code import check_allowed_command, digest_of
 
+_SERVER = "async_rl.extensions.agents.programs.fork_server"
 _COMMAND = "async_rl.extensions.agents.programs.command"
 _TASKSET = "async_rl.extensions.agents.programs.verifiers_agent"
 
@@ -23,18 +24,22 @@ def agent_pool(config: Config, code_digests: Mapping[str, str] | None = None) ->
             imported or prepared.
     """
     environment, allowed = config.environment, config.generator.allow_code
-    if environment.user_code:
-        digest = digest_of(environment.user_code, code_digests)
-        return EnvironmentPool(environment, allowed=allowed, digest=digest, has_agents=True)
+    if code := environment.user_code:
+        return code_pool(environment, allowed, digest_of(code, code_digests))
     check_allowed_command(environment.program, allowed, key=environment.program_key)
     return program_pool(environment)
 
 
+def code_pool(config: EnvironmentConfig, allowed: Collection[str], digest: str | None) -> EnvironmentPool:
+    """Start the processes of the user's code. ``allowed`` and ``digest`` are as for an ``EnvironmentPool``."""
+    agent = ForkedCode(_SERVER, config.name, config.extra)
+    return EnvironmentPool(config, allowed=allowed, digest=digest, agent=agent)
+
+
 def program_pool(config: EnvironmentConfig) -> EnvironmentPool:
     """Start the processes of ``environment.command`` or of a taskset. This machine's user has allowed the program."""
-    if not config.taskset:
-        return EnvironmentPool(config, code=f"{_COMMAND}:run", allowed=[_COMMAND], digest=None, has_agents=True)
-    settings = {"python": config.python, "taskset": config.taskset, "extra": config.extra}
-    return EnvironmentPool(
-        config, code=f"{_TASKSET}:Taskset", settings=settings, allowed=[_TASKSET], digest=None, has_agents=True
-    )
+    agent = ForkedCode(_SERVER, f"{_COMMAND}:run", config.extra)
+    if config.taskset:
+        settings = {"python": config.python, "taskset": config.taskset, "extra": config.extra}
+        agent = ForkedCode(_SERVER, f"{_TASKSET}:Taskset", settings)
+    return EnvironmentPool(config, allowed=[_COMMAND, _TASKSET], digest=None, agent=agent)
