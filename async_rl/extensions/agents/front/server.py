@@ -37,7 +37,6 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from async_rl.extensions.agents.front.chat import (
     ChatRenderer,
@@ -69,7 +68,7 @@ from async_rl.extensions.agents.front.messages import (
 from async_rl.extensions.agents.front.remote_programs import RemotePrograms
 from async_rl.extensions.agents.front.requests import RefusedError, generate_answer, read_finish, read_generate
 from async_rl.extensions.agents.relay.loopback import serve_http
-from async_rl.extensions.agents.relay.responses import bearer, disconnected
+from async_rl.extensions.agents.relay.responses import HandedResponse, bearer, disconnected, refusal
 from async_rl.process.fault_points import fault_point
 from async_rl.process.helper import parent_socket
 
@@ -174,8 +173,10 @@ class Calls:
             for number in numbers:
                 del self._waiting[number]
 
-    async def answers(self, calls: Sequence[Call], request: Request) -> list[Reply]:
-        """Pass the calls of one request on, and wait for all answers.
+    async def answers(self, calls: Sequence[Call | Finish], request: Request) -> list[Any]:
+        """Pass the calls of one request on, or a session's reward, and wait for all answers.
+
+        Return a ``Reply`` for each call, and ``Accept`` for a reward.
 
         Raises:
             RefusedError: the generator refuses one of them. The others are stopped.
@@ -186,7 +187,7 @@ class Calls:
         fault_point("front.called")
         gone = asyncio.create_task(disconnected(request))
         try:
-            return [await self._answer(call, gone) for call in calls]
+            return [await self._answer(call.call, gone) for call in calls]
         except (ClientGoneError, RefusedError):
             for call in calls:
                 future = self._waiting[call.call]
@@ -196,26 +197,7 @@ class Calls:
         finally:
             gone.cancel()
 
-    async def accepted(self, message: Finish, request: Request) -> None:
-        """Pass a session's reward on, and wait until it is taken.
-
-        Raises:
-            RefusedError: the generator refuses it.
-            ClientGoneError: the client has gone meanwhile.
-        """
-        self.send(message)
-        gone = asyncio.create_task(disconnected(request))
-        try:
-            await self._found(message.call, gone)
-        finally:
-            gone.cancel()
-
-    async def _answer(self, call: Call, gone: asyncio.Task[None]) -> Reply:
-        found = await self._found(call.call, gone)
-        assert isinstance(found, Reply)
-        return found
-
-    async def _found(self, number: int, gone: asyncio.Task[None]) -> Reply | Accept:
+    async def _answer(self, number: int, gone: asyncio.Task[None]) -> Reply | Accept:
         """Wait for the generator's answer to a call, and return it if it is no refusal."""
         future = self._waiting[number]
         await asyncio.wait({future, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -251,26 +233,6 @@ class Calls:
             future = self._waiting.get(number)
             if future is not None and not future.done():
                 future.set_result(message)
-
-
-class AnswerResponse(Response):
-    """An answer to calls, which tells the generator when it has been handed to the client's connection."""
-
-    def __init__(self, content: bytes, media_type: str, calls: Calls, numbers: Sequence[int]) -> None:
-        super().__init__(content, media_type=media_type)
-        self._calls, self._numbers = calls, numbers
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        fault_point("front.answered")
-        try:
-            await super().__call__(scope, receive, send)
-        except BaseException:
-            for number in self._numbers:
-                self._calls.send(Gone(number))
-            raise
-        fault_point("front.delivered")
-        for number in self._numbers:
-            self._calls.send(Delivered(number))
 
 
 class Endpoints:
@@ -311,11 +273,8 @@ class Endpoints:
         self._calls.check_key(key)  # it may have been closed while the body arrived
         with self._calls.numbered(key, 1) as (number,):
             call = msgspec.structs.replace(wanted, call=number, key=key)
-            try:
-                (reply,) = await self._calls.answers([call], request)
-            except ClientGoneError:
-                return Response(status_code=_CLIENT_GONE)
-            return self._answer(generate_answer(reply), [number])
+            (reply,) = await self._calls.answers([call], request)
+            return self._answer(msgspec.json.encode(generate_answer(reply)), [number])
 
     async def chat(self, request: Request) -> Response:
         """``POST /v1/chat/completions``."""
@@ -327,17 +286,14 @@ class Endpoints:
         self._calls.check_key(key)
         with self._calls.numbered(key, wanted.n) as numbers:
             calls = [chat_call(wanted, prompt, number, key, choice) for choice, number in enumerate(numbers)]
-            try:
-                replies = await self._calls.answers(calls, request)
-            except ClientGoneError:
-                return Response(status_code=_CLIENT_GONE)
+            replies = await self._calls.answers(calls, request)
             answer = chat_answer(wanted, self._model, prompt, replies, renderer)
             for number, reply, choice in zip(numbers, replies, answer["choices"], strict=True):
                 token_ids, is_cut = np.frombuffer(reply.token_ids, np.int32), reply.finish_reason == "length"
                 known.add(prompt, number, token_ids, choice["message"], is_cut=is_cut)
             if wanted.stream:
-                return AnswerResponse(chat_events(answer, wanted), "text/event-stream", self._calls, numbers)
-            return self._answer(answer, numbers)
+                return self._answer(chat_events(answer, wanted), numbers, "text/event-stream; charset=utf-8")
+            return self._answer(msgspec.json.encode(answer), numbers)
 
     def _note(self, name: str) -> None:
         """Log a field of requests that has no effect, once."""
@@ -356,11 +312,7 @@ class Endpoints:
         given = read_finish(await self._body(request, key))
         self._calls.check_key(key)
         with self._calls.numbered(key, 1) as (number,):
-            message = Finish(number, key, bearer(request), given.reward, given.score)
-            try:
-                await self._calls.accepted(message, request)
-            except ClientGoneError:
-                return Response(status_code=_CLIENT_GONE)
+            await self._calls.answers([Finish(number, key, bearer(request), given.reward, given.score)], request)
             return _json({})
 
     async def _body(self, request: Request, key: str) -> bytes:
@@ -393,8 +345,20 @@ class Endpoints:
             del self._conversations[closed]
         return self._conversations.setdefault(key, Conversations(renderer))
 
-    def _answer(self, content: object, numbers: Sequence[int]) -> AnswerResponse:
-        return AnswerResponse(msgspec.json.encode(content), "application/json", self._calls, numbers)
+    def _answer(self, body: bytes, numbers: Sequence[int], kind: str = "application/json") -> Response:
+        """Return the response to calls, which tells the generator when the client's connection has it."""
+        fault_point("front.answered")
+
+        def handed() -> None:
+            fault_point("front.delivered")
+            for number in numbers:
+                self._calls.send(Delivered(number))
+
+        def lost() -> None:
+            for number in numbers:
+                self._calls.send(Gone(number))
+
+        return HandedResponse(body, 200, {"content-type": kind}, lost=lost, handed=handed)
 
 
 def _key(request: Request) -> str:
@@ -402,9 +366,8 @@ def _key(request: Request) -> str:
     return bearer(request) if key is None else str(key)
 
 
-def _json(content: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    body = msgspec.json.encode(content)
-    return Response(body, status_code=status, headers=headers, media_type="application/json")
+def _json(content: object) -> Response:
+    return Response(msgspec.json.encode(content), media_type="application/json")
 
 
 class Refusals:
@@ -423,25 +386,18 @@ class Refusals:
         if error.code in _OF_AGENT and what not in self._logged and len(self._logged) < _MAX_LOGGED:
             self._logged.add(what)
             logger.warning("an agent's call is refused (HTTP %d): %.500s", error.status, error.message)
-        return _refusal(error)
-
-
-def _refusal(error: RefusedError) -> Response:
-    kind = "invalid_request_error" if error.status != 401 else "authentication_error"
-    content = {"message": error.message, "type": kind, "param": error.param or None, "code": error.code}
-    retry = "true" if error.status == 429 else "false"
-    return _json({"error": content}, error.status, {"x-should-retry": retry})
+        return refusal(error.status, error.message, error.code, error.param or None)
 
 
 async def _nobody(request: Request, error: Exception) -> Response:
-    """Answer a client that has gone before it had sent its whole request."""
+    """Answer a client that has gone before it had sent its whole request, or before it was answered."""
     return Response(status_code=_CLIENT_GONE)
 
 
 def application(calls: Calls, model: str, max_model_len: int, renderer: asyncio.Future[ChatRenderer]) -> Starlette:
     """Return the ASGI application."""
     endpoints = Endpoints(calls, model, max_model_len, renderer)
-    handlers = {RefusedError: Refusals().answer, ClientDisconnect: _nobody}
+    handlers = {RefusedError: Refusals().answer, ClientDisconnect: _nobody, ClientGoneError: _nobody}
     return Starlette(routes=endpoints.routes(), exception_handlers=handlers)
 
 

@@ -73,6 +73,8 @@ def is_equal(key: str, other: str) -> bool:
     return secrets.compare_digest(key.encode(), other.encode())
 
 
-def refusal(status: int, message: str, code: str) -> Response:
-    """Return a refusal in the shape of OpenAI's API, whose clients don't repeat the request."""
-    return Response(error_body(message, code), status, {"x-should-retry": "false"}, media_type="application/json")
+def refusal(status: int, message: str, code: str, param: str | None = None) -> Response:
+    """Return a refusal in the shape of OpenAI's API, whose clients repeat the request only if it came too soon."""
+    kind = "authentication_error" if status == 401 else "invalid_request_error"
+    headers = {"x-should-retry": "true" if status == 429 else "false"}
+    return Response(error_body(message, code, param, kind=kind), status, headers, media_type="application/json")
