@@ -214,9 +214,7 @@ def describe_commands(config: Config, commands: RunCommands) -> list[str]:
 def _all_commands(config: Config, commands: RunCommands) -> list[Command]:
     address = config.queue.advertise or config.queue.address or "tcp://127.0.0.1:0"
     generators = (commands.generator(index, address, 0) for index in range(commands.num_generators))
-    scorers = map(commands.scorer, commands.scorer_names)
-    relay = [commands.relay()] if commands.has_relay else []
-    return [commands.queue(None), *commands.learner(29500), *relay, *scorers, *generators]
+    return [commands.queue(None), *commands.learner(29500), *commands.services, *generators]
 
 
 def _has_ended_line(run_dir: RunDir) -> str:
@@ -401,8 +399,10 @@ class RunCommands:
         return tuple(name for name, scorer in self._config.scorer.items() if scorer.launch)
 
     @property
-    def has_relay(self) -> bool:
-        return self._config.environment.relay is not None
+    def services(self) -> list[Command]:
+        """The commands that start the relay of agents on other machines, if there is one, and the scorers."""
+        relay = [] if self._config.environment.relay is None else [self._relay()]
+        return [*relay, *map(self._scorer, self.scorer_names)]
 
     def queue(self, bound_port: int | None) -> Command:
         """Return the command that starts the queue server.
@@ -469,16 +469,14 @@ class RunCommands:
         cores = self._shares[self._config.learner.nproc + index]
         return Command(name, argv, self._environment(self._config.generator.num_threads, extra), cores)
 
-    def scorer(self, name: str) -> Command:
-        """Return the command that starts the scorer ``name``."""
+    def _scorer(self, name: str) -> Command:
         index = self.scorer_names.index(name)
         extra = {VISIBLE: self.placement.scorers[index]} if self.placement.scorers else {}
         cores = self._shares[self._config.learner.nproc + self._config.generator.count + index]
         argv = _python(["scorer", *self._config_arguments, name, *self._flags])
         return Command(f"scorer-{name}", argv, self._environment(None, extra), cores)
 
-    def relay(self) -> Command:
-        """Return the command that starts the relay of agents on other machines."""
+    def _relay(self) -> Command:
         argv = _python(["relay", *self._config_arguments, *self._flags])
         return Command("relay", argv, self._environment(1, {VISIBLE: ""}))
 

@@ -165,8 +165,8 @@ class Command:
 
 
 class Commands(Protocol):
-    """Gives the supervisor the commands that start the queue server, the learner's processes, each generator, each
-    scorer and the relay.
+    """Gives the supervisor the commands that start the queue server, the learner's processes, each generator, and each
+    service: a scorer, or the relay of agents.
 
     ``async_rl.launch.launch.RunCommands`` implements this protocol.
     """
@@ -174,14 +174,10 @@ class Commands(Protocol):
     @property
     def num_generators(self) -> int: ...
     @property
-    def scorer_names(self) -> Sequence[str]: ...
-    @property
-    def has_relay(self) -> bool: ...
+    def services(self) -> Sequence[Command]: ...
     def queue(self, bound_port: int | None) -> Command: ...
     def learner(self, master_port: int) -> list[Command]: ...
     def generator(self, index: int, address: str, num_restarts: int) -> Command: ...
-    def scorer(self, name: str) -> Command: ...
-    def relay(self) -> Command: ...
 
 
 class View(Protocol):
@@ -286,11 +282,7 @@ class Supervisor:
         self._remedies: set[str] = set()
         self._queue = _Unit("queue", lambda: [commands.queue(self._bound_port)])
         self._learner = _Unit("learner", lambda: commands.learner(_free_port()))
-        self._services = [
-            _Unit(f"scorer-{name}", lambda name=name: [commands.scorer(name)]) for name in commands.scorer_names
-        ]
-        if commands.has_relay:
-            self._services.append(_Unit("relay", lambda: [commands.relay()]))
+        self._services = [_Unit(service.name, lambda service=service: [service]) for service in commands.services]
         self._generators = [
             _Unit(f"generator-{i}", lambda i=i: self._generator_command(i)) for i in range(commands.num_generators)
         ]

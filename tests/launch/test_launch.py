@@ -330,26 +330,15 @@ class FakeCommands:
     learner_starts: int = 0
     generator_starts: list[int] = field(default_factory=list)
 
-    scorer_codes: dict[str, str] = field(default_factory=dict)
-    relay_code: str = ""
+    service_codes: dict[str, str] = field(default_factory=dict)
 
     @property
     def num_generators(self) -> int:
         return len(self.generator_codes)
 
     @property
-    def scorer_names(self) -> Sequence[str]:
-        return list(self.scorer_codes)
-
-    @property
-    def has_relay(self) -> bool:
-        return bool(self.relay_code)
-
-    def relay(self) -> Command:
-        return self._python("relay", self.relay_code)
-
-    def scorer(self, name: str) -> Command:
-        return self._python(f"scorer-{name}", self.scorer_codes[name])
+    def services(self) -> Sequence[Command]:
+        return [self._python(name, code) for name, code in self.service_codes.items()]
 
     def _python(self, name: str, code: str) -> Command:
         return Command(name, (sys.executable, "-c", f"RUN = {str(self.run)!r}\n{code}"))
@@ -421,17 +410,13 @@ def test_a_dead_generator_is_restarted_while_the_others_go_on(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["scorer-judge", "relay"])
-def test_a_dead_scorer_or_relay_is_restarted_and_ends_with_the_run(tmp_path: Path, name: str):
+def test_a_dead_service_is_restarted_and_ends_with_the_run(tmp_path: Path, name: str):
     once = "import os, sys\nif not os.path.exists(RUN + '/died'): open(RUN + '/died', 'w'); sys.exit(7)\n"
     commands = FakeCommands(
         tmp_path / "run",
         learner_codes=[when_it_exists("back", f"{FINISH}sys.exit(0)")],
     )
-    code = f"{once}open(RUN + '/back', 'w')\n{WAIT}"
-    if name == "relay":
-        commands.relay_code = code
-    else:
-        commands.scorer_codes = {"judge": code}
+    commands.service_codes = {name: f"{once}open(RUN + '/back', 'w')\n{WAIT}"}
     view = FakeView()
     assert supervise(commands, view) == Outcome(0)
     assert any(f"{name} exited with code 7; restarting" in note for note in view.notes)
