@@ -8,7 +8,7 @@ nothing. ``checks.environment_trial`` does the same for environments.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,11 @@ from async_rl.extensions.agents.programs.pool import agent_pool
 from async_rl.extensions.agents.rollouts import AgentRollouts
 from async_rl.extensions.agents.start import open_front
 from async_rl.generator.backend import Sampled
-from async_rl.generator.rollouts import Graded, Played
+from async_rl.generator.rollouts import Graded, ThreadGrader
 from async_rl.queue.core.admission import train_sampling
-from async_rl.records import Lease, Prompt, Rollout
+from async_rl.records import Lease, Prompt
 from async_rl.rewards.conformance import WRONG_ANSWER
+from async_rl.rewards.records import UNJUDGED
 
 LIMIT_S = 60.0
 """Seconds after which the trial is given up. An agent may be slow by nature, so this ends no run."""
@@ -133,31 +134,6 @@ class _FixedAnswers:
         )  # fmt: skip
 
 
-class _NoJudge:
-    """Takes every rollout as it is: what the reward functions say of it is tried elsewhere."""
-
-    num_pending = num_waiting = 0
-    calls_s, trouble = (), ""
-
-    def __init__(self) -> None:
-        self._done: list[Graded] = []
-
-    def submit(self, lease: Lease, sample: Sampled | Played) -> None:
-        assert isinstance(sample, Played)
-        rollout = Rollout(sample.sequences, {}, 0.0, sample.finish_reason)
-        self._done.append(Graded(lease, sample.index, rollout))
-
-    def collect(self) -> list[Graded]:
-        done, self._done = self._done, []
-        return done
-
-    def forget(self, lease_id: str) -> None:
-        """Nothing waits for other rollouts of a group."""
-
-    def counters(self) -> Mapping[str, int]:
-        return {}
-
-
 def _rollouts(config: Config, stack: ExitStack) -> tuple[AgentRollouts, _FixedAnswers]:
     """Return the agent's rollouts, and the engine that answers them. ``stack`` closes what they use."""
     pool = stack.enter_context(closing(agent_pool(config)))
@@ -170,7 +146,7 @@ def _rollouts(config: Config, stack: ExitStack) -> tuple[AgentRollouts, _FixedAn
         token_ids = [*tokenizer.encode(WRONG_ANSWER, add_special_tokens=False), *end]
 
     front, engine = stack.enter_context(closing(open_front(config, directory))), _FixedAnswers(token_ids)
-    agents = AgentRollouts(
-        engine, pool, front, _NoJudge(), renderer(config), config.environment, train_sampling(config)
-    )
+    # What the reward functions say of the rollouts is tried elsewhere.
+    grader = stack.enter_context(closing(ThreadGrader(lambda item: UNJUDGED)))
+    agents = AgentRollouts(engine, pool, front, grader, renderer(config), config.environment, train_sampling(config))
     return agents, engine

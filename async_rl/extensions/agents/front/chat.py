@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from async_rl.errors import ModelError
 from async_rl.extensions.agents.front.answers import message_of, parse_answer
 from async_rl.extensions.agents.front.conversations import ChatPrompt, Conversations, Tools
 from async_rl.extensions.agents.front.messages import Call, Reply, Said
@@ -60,7 +61,6 @@ class ChatRenderer:
     def reads_tools(self) -> bool:
         """Whether the chat template writes the request's tools into the prompt."""
         from async_rl.data.template import check_arguments
-        from async_rl.errors import ModelError
 
         try:
             check_arguments(self._tokenizer, {"tools": []})
@@ -107,7 +107,6 @@ def load_renderer(directory: str, arguments: Mapping[str, Any]) -> ChatRenderer:
         RefusedError: there is none, or it has no chat template. Each chat is refused with it.
     """
     from async_rl.data.chat import load_tokenizer
-    from async_rl.errors import ModelError
 
     if not directory:
         raise RefusedError(501, _NO_TOKENIZER, "no_chat_template")

@@ -68,7 +68,7 @@ from async_rl.extensions.agents.front.messages import (
 from async_rl.extensions.agents.front.remote_programs import RemotePrograms
 from async_rl.extensions.agents.front.requests import RefusedError, generate_answer, read_finish, read_generate
 from async_rl.extensions.agents.relay.loopback import serve_http
-from async_rl.extensions.agents.relay.responses import HandedResponse, bearer, disconnected, refusal
+from async_rl.extensions.agents.relay.responses import HandedResponse, bearer, disconnected, read_body, refusal
 from async_rl.process.fault_points import fault_point
 from async_rl.process.helper import parent_socket
 
@@ -324,21 +324,14 @@ class Endpoints:
         announced = request.headers.get("content-length", "0")
         num_announced = int(announced) if announced.isdecimal() else 0
         most = _BODY_BYTES + _BODY_BYTES_PER_TOKEN * self._max_model_len
-        is_too_large = num_announced > most
-        await self._wait(key, 0 if is_too_large else num_announced)
+        await self._wait(key, 0 if num_announced > most else num_announced)
         self._calls.check_key(key)
-        body = bytearray()
-        if not is_too_large:
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > most:
-                    is_too_large = True
-                    break
-        self._pace.wait_s(key, 0, max(0, len(body) - num_announced))
-        if is_too_large:
+        body = await read_body(request, most)
+        self._pace.wait_s(key, 0, max(0, (most if body is None else len(body)) - num_announced))
+        if body is None:
             text = f"the request has more than {most} bytes, which no sequence of {self._max_model_len} tokens needs"
             raise RefusedError(413, text, "too_large")
-        return bytes(body)
+        return body
 
     def _conversations_of(self, key: str, renderer: ChatRenderer) -> Conversations:
         for closed in [one for one in self._conversations if not self._calls.is_open(one)]:

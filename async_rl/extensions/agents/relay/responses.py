@@ -49,15 +49,15 @@ async def first_of(awaited: asyncio.Future[Any], request: Request) -> None:
         gone.cancel()
 
 
-async def read_body(request: Request) -> bytes | None:
+async def read_body(request: Request, max_bytes: int = MAX_BODY_BYTES) -> bytes | None:
     """Return the request's body; None if it is too large."""
     announced = request.headers.get("content-length", "0")
-    if announced.isdecimal() and int(announced) > MAX_BODY_BYTES:
+    if announced.isdecimal() and int(announced) > max_bytes:
         return None
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
-        if len(body) > MAX_BODY_BYTES:
+        if len(body) > max_bytes:
             return None
     return bytes(body)
 
