@@ -29,7 +29,7 @@ MAX_TURNS = 3
 LIMIT_S = 60.0
 """Seconds after which the trial is given up. An environment may be slow by nature, so this ends no run."""
 
-_POLL_S = 0.005
+POLL_S = 0.005
 _NO_SAMPLING = Sampling(1.0, 1.0, 0, 1, 1, ())
 
 Render = Callable[[Sequence[Mapping[str, str]]], str]
@@ -44,6 +44,21 @@ def trial_findings(config: Config, rows: Sequence[Row], problem: str) -> Iterato
     yield Finding("environment", "OK", text)
 
 
+def trial_problem(config: Config, what: str, errors: Mapping[int, str], num_tried: int) -> str:
+    """Return what failed first, in one line; empty if ``errors``, by their rows, has none.
+
+    Raises:
+        ConfigError: each of the ``num_tried`` rows failed.
+    """
+    if not errors:
+        return ""
+    row, own = min(errors), config.environment
+    text = f"{own.key}: {own.shown} can't play training row {row}: {errors[row]}; correct the {what} or the row"
+    if len(errors) == num_tried:
+        raise ConfigError(text)
+    return text
+
+
 def try_environment(config: Config, rows: Sequence[Row]) -> str:
     """Let the user's environment play a rollout on each of the first ``rows``. The answers are a text that solves
     nothing.
@@ -55,7 +70,7 @@ def try_environment(config: Config, rows: Sequence[Row]) -> str:
             other than it must, or takes longer than ``environment.timeout_s`` for a reset or step.
     """
     tried = rows[:NUM_ROWS]
-    errors: dict[str, str] = {}
+    errors: dict[int, str] = {}
     render = renderer(config)
     with closing(EnvironmentPool(config.environment, allowed=config.generator.allow_code, digest=None)) as pool:
         for number, row in enumerate(tried):
@@ -65,22 +80,15 @@ def try_environment(config: Config, rows: Sequence[Row]) -> str:
         while playing:
             for event in pool.poll():
                 if error := _answer(config, pool, event, playing, render):
-                    errors[event.key] = error
+                    errors[int(event.key)] = error
                     playing.pop(event.key, None)
                     pool.cancel(event.key)
             if time.monotonic() > deadline:
                 return (
                     f"{config.environment.shown} did not play {len(playing)} of {len(tried)} rows within {LIMIT_S:g} s"
                 )
-            time.sleep(_POLL_S)
-    failed = [
-        f"environment.name: {config.environment.shown} can't play training row {row}: {errors[row]}; correct the "
-        f"environment or the row"
-        for row in sorted(errors)
-    ]
-    if failed and len(failed) == len(tried):
-        raise ConfigError(failed[0])
-    return failed[0] if failed else ""
+            time.sleep(POLL_S)
+    return trial_problem(config, "environment", errors, len(tried))
 
 
 def _answer(config: Config, pool: EnvironmentPool, event: Event, playing: dict[str, int], render: Render) -> str:

@@ -16,14 +16,13 @@ from typing import Any
 import numpy as np
 
 from async_rl.checks.addresses import check_own_address
-from async_rl.checks.environment_trial import NUM_ROWS, renderer, trial_findings
+from async_rl.checks.environment_trial import LIMIT_S, NUM_ROWS, POLL_S, renderer, trial_findings, trial_problem
 from async_rl.checks.finding import Finding
 from async_rl.checks.start import Start
 from async_rl.config.config import Config
 from async_rl.config.generator import has_model
 from async_rl.data.chat import load_tokenizer, model_directory
 from async_rl.data.dataset import Row
-from async_rl.errors import ConfigError
 from async_rl.extensions.agents.programs.pool import agent_pool
 from async_rl.extensions.agents.rollouts import AgentRollouts
 from async_rl.extensions.agents.start import open_front
@@ -33,10 +32,6 @@ from async_rl.queue.core.admission import train_sampling
 from async_rl.records import Lease, Prompt
 from async_rl.rewards.conformance import WRONG_ANSWER
 from async_rl.rewards.records import UNJUDGED
-
-LIMIT_S = 60.0
-"""Seconds after which the trial is given up. An agent may be slow by nature, so this ends no run."""
-_POLL_S = 0.005
 
 
 def check_relay(start: Start) -> Iterable[Finding]:
@@ -92,16 +87,9 @@ def try_agent(config: Config, rows: Sequence[Row]) -> str:
                     f"{config.environment.shown} did not play {len(tried) - len(ended)} of {len(tried)} rows within "
                     f"{LIMIT_S:g} s"
                 )
-            time.sleep(_POLL_S)
-    failed = [
-        f"{config.environment.key}: {config.environment.shown} can't play training row {rollout.lease.prompt.row}: "
-        f"{rollout.failure.detail}; correct the agent or the row"
-        for rollout in sorted(ended, key=lambda graded: graded.lease.prompt.row)
-        if rollout.failure is not None
-    ]
-    if failed and len(failed) == len(tried):
-        raise ConfigError(failed[0])
-    return failed[0] if failed else ""
+            time.sleep(POLL_S)
+    errors = {one.lease.prompt.row: one.failure.detail for one in ended if one.failure is not None}
+    return trial_problem(config, "agent", errors, len(tried))
 
 
 class _FixedAnswers:
