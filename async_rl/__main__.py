@@ -29,6 +29,9 @@ def check_installation() -> None:
 
 if __name__ == "__main__":
     check_installation()
+    from async_rl.process.child import PACKAGE_SOURCES
+
+    sys.path[1:1] = PACKAGE_SOURCES
     from async_rl.cli.main import main
 
     main()

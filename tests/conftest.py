@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from async_rl.process.child import package_environment
 from tests.examples import QUICK
 from tests.resumable import Passed, Piece
 
 # Tests run side by side. With a thread for each core in each of them torch's threads wait for one another, and a step
 # takes five times as long. Processes that tests start inherit this.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.update(package_environment())
 
 settings.load_profile(QUICK)  # before any test module is read; --hypothesis-profile=full replaces it
 

@@ -17,6 +17,8 @@ from async_rl.registry import load, our_offers
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "async_rl"
+SHIPPED = tuple(path.parent for path in sorted(ROOT.glob("packages/*/src/*/__init__.py")))
+"""The packages of ``packages/``, whose files async-rl's wheel has, too."""
 
 SEPARATE = {("generator", "learner"), ("learner", "generator")}
 """Neither imports the other, although the order would allow one of both."""
@@ -199,9 +201,29 @@ def test_the_package_itself_imports_nothing_of_its_own_until_it_is_used():
 
 def test_every_package_of_the_tree_is_installed():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    assert project["tool"]["setuptools"]["packages"]["find"]["include"] == ["async_rl*"]
-    assert "py.typed" in project["tool"]["setuptools"]["package-data"]["async_rl"], "so that pyright reads our types"
-    assert {path.parent for path in PACKAGE.rglob("*.py")} == {path.parent for path in PACKAGE.rglob("__init__.py")}
+    assert project["tool"]["setuptools"]["packages"]["find"] == {
+        "where": [".", *(str(path.parent.relative_to(ROOT)) for path in SHIPPED)],
+        "include": ["async_rl*", *(f"{path.name}*" for path in SHIPPED)],
+    }
+    for package in (PACKAGE, *SHIPPED):
+        data = project["tool"]["setuptools"]["package-data"][package.name]
+        assert "py.typed" in data, "so that pyright reads our types"
+        assert {path.parent for path in package.rglob("*.py")} == {path.parent for path in package.rglob("__init__.py")}
+
+
+def test_packages_import_nothing_of_async_rl_and_say_what_their_wheel_needs():
+    assert [path.name for path in SHIPPED] == ["latex_answers"]
+    files = [path for path in (ROOT / "packages").rglob("*.py") if "site-packages" not in path.parts]
+    for path in files:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        assert list(imported(tree, str(path))) == [], path
+        assert ast.get_docstring(tree), path
+    ours = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    for package in SHIPPED:
+        project = tomllib.loads((package.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))
+        assert set(project["project"]["dependencies"]) <= set(ours["project"]["dependencies"])
+        data = project["tool"]["setuptools"]["package-data"][package.name]
+        assert data == ours["tool"]["setuptools"]["package-data"][package.name]
 
 
 ALLOWED = {("quickstart", "insight")}

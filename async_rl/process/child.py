@@ -20,6 +20,8 @@ from types import FrameType
 
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 """The path of the directory that contains the package ``async_rl``."""
+PACKAGE_SOURCES = tuple(map(str, sorted(Path(PACKAGE_ROOT).glob("packages/*/src"))))
+"""In a checkout, the directories of the other packages that async-rl's wheel ships. Else they are in PACKAGE_ROOT."""
 
 DEVICES_ARE_DEALT = "ASYNC_RL_DEVICES_ARE_DEALT"
 """The environment variable by which ``launch`` tells a learner rank that ``CUDA_VISIBLE_DEVICES`` has only the
@@ -48,10 +50,12 @@ def module_command(module: str, *arguments: str, flags: Sequence[str] = ()) -> t
 def package_path(inherited: Mapping[str, str]) -> str:
     """Return a ``PYTHONPATH`` with which a child process imports this copy of async-rl.
 
-    Its first folder is that of this package. The folders of ``PYTHONPATH`` in the environment ``inherited`` follow.
+    Its first folders are those of this package and of what it ships. The folders of ``PYTHONPATH`` in the environment
+    ``inherited`` follow.
     """
-    paths = [path for path in inherited.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", PACKAGE_ROOT)]
-    return os.pathsep.join([PACKAGE_ROOT, *paths])
+    own = (PACKAGE_ROOT, *PACKAGE_SOURCES)
+    paths = [path for path in inherited.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", *own)]
+    return os.pathsep.join([*own, *paths])
 
 
 def package_environment() -> dict[str, str]:

@@ -18,9 +18,9 @@ from async_rl.config.reward import reward_type
 from async_rl.errors import RewardError
 from async_rl.rewards.extraction import Extraction
 from async_rl.rewards.gold import gold_readings
-from async_rl.rewards.math.equality import answers_equal, canonical_form
 from async_rl.rewards.math.verifier import MathVerifier
 from async_rl.rewards.records import RewardInput, RewardOutput
+from latex_answers.equality import answers_equal, canonical_form
 
 Equality = Callable[[str, str], bool]
 """A function of the row's answer and the model's answer. It returns whether they are equal."""

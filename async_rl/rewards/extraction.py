@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from async_rl.rewards.math.notation import closing_brace
+from latex_answers.notation import closing_brace
 
 _BOX = re.compile(r"\\(?P<name>boxed|f(?:rame)?box)(?![A-Za-z])(?:(?P<bare>-?[0-9]+(?:\.[0-9]+)?)|\s*\{)")
 """``\\boxed72`` is a box too: TeX takes one digit, but its author means all."""

@@ -13,7 +13,7 @@ import pytest
 from nbclient import NotebookClient
 
 import async_rl
-from async_rl.process.child import PACKAGE_ROOT
+from async_rl.process.child import PACKAGE_ROOT, package_path
 from tests.end_to_end.harness import wait_until
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
 
@@ -24,7 +24,7 @@ MAX_BYTES = 100_000
 @pytest.fixture(autouse=True)
 def same_package(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let kernels import this copy of async-rl."""
-    monkeypatch.setenv("PYTHONPATH", PACKAGE_ROOT)
+    monkeypatch.setenv("PYTHONPATH", package_path({}))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 

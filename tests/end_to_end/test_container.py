@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.harness import ROOT, check_ledger, metrics, processes_of, wait_until, write_config
+from async_rl.process.child import package_path
+from tests.end_to_end.harness import check_ledger, metrics, processes_of, wait_until, write_config
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
 
 NUM_STEPS = 4
@@ -46,7 +47,7 @@ def contained(volume: Path, *arguments: str) -> subprocess.Popen[bytes]:
     (volume / "tmp").mkdir(exist_ok=True)
     environment = {
         "PATH": os.environ["PATH"],
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": package_path({}),
         "HOME": "/home/nobody-has-this",
         "TMPDIR": str(volume / "tmp"),
         "OMP_NUM_THREADS": "1",

@@ -18,6 +18,7 @@ import yaml
 
 from async_rl.config.loading import load_config
 from async_rl.net.keys import make_keys
+from async_rl.process.child import package_path
 from tests.end_to_end.harness import ROOT, check_ledger, roles, steps, wait_until, write_config
 from tests.end_to_end.test_roles import free_port
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
@@ -195,7 +196,7 @@ def test_the_commands_of_the_manifests_train(tmp_path: Path):
     generator = generator[: generator.index("--set")]  # the port of Prometheus
     torchrun, *learner = commands["learner"]
     assert torchrun == "torchrun"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": package_path({})}
     with roles(tmp_path / "logs") as start, (tmp_path / "learner.log").open("wb") as log:
         queue = start("queue", *commands["queue"])
         ranks = subprocess.Popen(

@@ -44,7 +44,7 @@ from async_rl.launch.live_view import (
 from async_rl.launch.memory_deaths import MemoryDeaths
 from async_rl.launch.summary import summary
 from async_rl.launch.supervisor import Command, Death, Outcome, ProcessStatus, Supervisor, Timing
-from async_rl.process.child import DEVICES_ARE_DEALT, PACKAGE_ROOT, ParentWatch
+from async_rl.process.child import DEVICES_ARE_DEALT, PACKAGE_ROOT, PACKAGE_SOURCES, ParentWatch
 from async_rl.process.user_code import write_digests
 from async_rl.run.directory import RunDir
 from async_rl.run.lock import RunLock, acquire
@@ -102,7 +102,7 @@ def test_every_rank_gets_its_place_its_devices_and_the_rendezvous():
 def test_the_package_is_once_on_the_path_of_every_process():
     for before, after in (("", []), (PACKAGE_ROOT, []), (f"/mine:{PACKAGE_ROOT}:/other", ["/mine", "/other"])):
         command = some_commands(a_config(), {"PYTHONPATH": before}).queue(None)
-        assert command.environment["PYTHONPATH"].split(":") == [PACKAGE_ROOT, *after]
+        assert command.environment["PYTHONPATH"].split(":") == [PACKAGE_ROOT, *PACKAGE_SOURCES, *after]
 
 
 def cores_of(config: Config, cores: tuple[int, ...], inherited: dict[str, str] | None = None) -> list[tuple[int, ...]]:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from async_rl.process.child import package_path
 from async_rl.process.pid_one import leave_pid_one
 
-ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 60.0
 BEGIN = "import os, signal, sys, time\nfrom async_rl.process.pid_one import leave_pid_one\n"
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(
 def as_pid_one(script: str, stdin: int | None = None) -> subprocess.Popen[str]:
     """Start ``script`` as PID 1 of a new process namespace."""
     inside = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", sys.executable, "-c", BEGIN + script]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": package_path({})}
     return subprocess.Popen(
         inside, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True, stdin=stdin
     )

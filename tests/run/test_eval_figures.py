@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from async_rl.config.config import Config
 from async_rl.records import NO_VERSION, FinishReason, Group, Prompt, Rollout, TokenSequence, Turn
 from async_rl.rewards.answers import majority, vote_key_of
-from async_rl.rewards.math.equality import canonical_form
 from async_rl.run.eval_records import eval_figures, eval_metrics, pass_at_k
 from async_rl.run.metric_table import EVAL_FIGURES, METRIC_KEYS
+from latex_answers.equality import canonical_form
 
 
 def rollout(
@@ -109,7 +109,7 @@ def test_a_majority_is_what_counting_by_hand_gives(answers: list[str | None]):
 
 @given(st.text(alphabet="0123456789/.,{}\\fracPaisp $-+x^", max_size=12), st.text(alphabet="0123456789/. ", max_size=6))
 def test_answers_that_vote_together_are_called_equal_without_the_verifier(a: str, b: str):
-    from async_rl.rewards.math.equality import answers_equal
+    from latex_answers.equality import answers_equal
 
     class NoVerifier:
         def ask(self, *question: object) -> str:

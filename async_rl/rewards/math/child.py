@@ -52,7 +52,7 @@ def _limit_memory() -> None:
 
 def _load_sympy() -> Any:
     warnings.simplefilter("ignore")
-    from async_rl.rewards.math.comparison import same_answers
+    from latex_answers.comparison import same_answers
 
     same_answers("x+1=\\sqrt{2}", "1+x=\\frac{2}{\\sqrt{2}}")  # what is built once is not built within a limit
     return same_answers

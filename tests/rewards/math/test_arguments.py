@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.rewards.math.arguments import spelled_out
-from async_rl.rewards.math.numbers import based_integer
+from latex_answers.arguments import spelled_out
+from latex_answers.numbers import based_integer
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.rewards.math.equality import MAX_ANSWER_CHARS, answers_equal
-from async_rl.rewards.math.numbers import plain_number
-from async_rl.rewards.math.typesetting import typeset_form
 from async_rl.rewards.math.verifier import MathVerifier
+from latex_answers.equality import MAX_ANSWER_CHARS, answers_equal
+from latex_answers.numbers import plain_number
+from latex_answers.typesetting import typeset_form
 
 
 class RefusingVerifier(MathVerifier):

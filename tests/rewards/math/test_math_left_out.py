@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from async_rl.rewards.extraction import extract_boxed
-from async_rl.rewards.math.equality import answers_equal
 from async_rl.rewards.math.verifier import MathVerifier
+from latex_answers.equality import answers_equal
 
 CASES = [
     json.loads(line)

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from async_rl.config.config import Config
-from async_rl.rewards.math.equality import answers_equal
 from async_rl.rewards.math.verifier import MathVerifier
 from async_rl.rewards.records import RewardInput
 from async_rl.rewards.registry import build_reward
+from latex_answers.equality import answers_equal
 from tests.examples import some
 
 PAIRS = Path(__file__).resolve().parents[2] / "data" / "math_pairs.jsonl"

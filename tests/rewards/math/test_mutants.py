@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from async_rl.rewards.math.arguments import spelled_out
-from async_rl.rewards.math.equality import answers_equal
 from async_rl.rewards.math.verifier import MathVerifier
+from latex_answers.arguments import spelled_out
+from latex_answers.equality import answers_equal
 from tests.rewards.math.mutants import ANSWERS, DATA, all_answers, mutants
 from tests.rewards.math.rewritings import rewritings
 

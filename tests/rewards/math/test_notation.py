@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.rewards.math.notation import in_latex
+from latex_answers.notation import in_latex
 
 
 @pytest.mark.parametrize(

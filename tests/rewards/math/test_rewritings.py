@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.rewards.math.equality import answers_equal
 from async_rl.rewards.math.verifier import MathVerifier
+from latex_answers.equality import answers_equal
 
 PAIRS = [
     json.loads(line)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from async_rl.rewards.math.units import unit_name
+from latex_answers.units import unit_name
 
 
 @pytest.mark.parametrize(

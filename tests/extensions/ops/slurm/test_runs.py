@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import tomli_w
 
-from tests.end_to_end.harness import ROOT, check_ledger, steps, wait_until
+from async_rl.process.child import package_path
+from tests.end_to_end.harness import check_ledger, steps, wait_until
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
 from tests.extensions.ops.slurm.cluster import Slurm, slurm
 
@@ -36,7 +37,7 @@ class Run:
     def submit(self, *options: str) -> tuple[str, str]:
         """The jobs of the learner and the generators that ``async-rl slurm --submit`` names."""
         command = [sys.executable, "-m", "async_rl", "slurm", "run.toml", "--no-gpus", "--submit", *options]
-        environment = {**self.cluster.environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        environment = {**self.cluster.environment, "PYTHONPATH": package_path({}), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, cwd=self.directory, env=environment, capture_output=True, text=True, check=False)
         found = re.match(r"submitted: queue server and learner as job (\d+), generators as job (\d+)\n", done.stdout)
         assert found, done.stdout + done.stderr

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from typing import Protocol
 
-from async_rl.rewards.math.arguments import spelled_out
-from async_rl.rewards.math.notation import in_latex
-from async_rl.rewards.math.numbers import based_integer, is_float_of, plain_number
-from async_rl.rewards.math.typesetting import typeset_form
-from async_rl.rewards.math.verifier import MathVerifier
+from latex_answers.arguments import spelled_out
+from latex_answers.notation import in_latex
+from latex_answers.numbers import based_integer, is_float_of, plain_number
+from latex_answers.typesetting import typeset_form
 
 MAX_ANSWER_CHARS = 1000
 """Maximum length of answers that are parsed. Longer answers are equal only if their texts are equal."""
@@ -31,7 +31,13 @@ _OPTION = re.compile(r"\A(?:option|choice|answer):? ?\(?([A-Z])\)?\Z", re.IGNORE
 _MIN_WORD_LETTERS = 4
 
 
-def answers_equal(gold: str, prediction: str, *, verifier: MathVerifier, time_limit_s: float) -> bool:
+class Verifier(Protocol):
+    """Compares two answers by the reader, within a time limit."""
+
+    def ask(self, gold: str, prediction: str, time_limit_s: float) -> str: ...
+
+
+def answers_equal(gold: str, prediction: str, *, verifier: Verifier, time_limit_s: float) -> bool:
     """Return whether ``prediction`` and ``gold`` are the same mathematics.
 
     Return False if the comparison by ``verifier`` is not computed, times out or crashes. ``verifier`` counts these.
@@ -43,7 +49,7 @@ def answers_equal(gold: str, prediction: str, *, verifier: MathVerifier, time_li
         time_limit_s: processor seconds that the verifier may use.
 
     Raises:
-        RewardError: the verifier's processes can't be started.
+        Exception: what ``verifier`` raises.
     """
     gold, prediction = in_latex(gold), in_latex(prediction)
     if not gold or not prediction:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from async_rl.rewards.math.expressions import ExpressionReader
-from async_rl.rewards.math.tokens import Token, UnreadableError
-from async_rl.rewards.math.units import SHORT_WORDS, unit_name
-from async_rl.rewards.math.values import (
+from latex_answers.expressions import ExpressionReader
+from latex_answers.tokens import Token, UnreadableError
+from latex_answers.units import SHORT_WORDS, unit_name
+from latex_answers.values import (
     DEGREE,
     Expression,
     NamedSet,

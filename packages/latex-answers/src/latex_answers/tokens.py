@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from async_rl.rewards.math.notation import SINGLE_LETTER_UNITS, closing_brace
+from latex_answers.notation import SINGLE_LETTER_UNITS, closing_brace
 
 
 class UnreadableError(Exception):

@@ -8,8 +8,8 @@ from typing import Any
 
 import sympy
 
-from async_rl.rewards.math.tokens import Token, UnreadableError
-from async_rl.rewards.math.values import Expression, Value, is_expression, is_matrix
+from latex_answers.tokens import Token, UnreadableError
+from latex_answers.values import Expression, Value, is_expression, is_matrix
 
 END = Token("end", "")
 RELATIONS = frozenset({

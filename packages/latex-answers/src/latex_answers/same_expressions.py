@@ -16,7 +16,7 @@ from typing import Any
 import sympy
 from sympy.core.function import AppliedUndef
 
-from async_rl.rewards.math.values import DEGREE, Expression, is_matrix
+from latex_answers.values import DEGREE, Expression, is_matrix
 
 _DIGITS = 50
 _SPARE_DIGITS = 10

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import sympy
 
-from async_rl.rewards.math.bars import with_bars
-from async_rl.rewards.math.position import RELATIONS
-from async_rl.rewards.math.quantities import QuantityReader, Term
-from async_rl.rewards.math.tokens import UnreadableError, tokens_of
-from async_rl.rewards.math.units import LEADS, changes_number
-from async_rl.rewards.math.values import (
+from latex_answers.bars import with_bars
+from latex_answers.position import RELATIONS
+from latex_answers.quantities import QuantityReader, Term
+from latex_answers.tokens import UnreadableError, tokens_of
+from latex_answers.units import LEADS, changes_number
+from latex_answers.values import (
     DEGREE,
     Expression,
     Group,

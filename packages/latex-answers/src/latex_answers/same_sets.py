@@ -6,9 +6,9 @@ from typing import Any
 
 import sympy
 
-from async_rl.rewards.math.relations import INEQUALITIES, is_solution, names_in, plain_relation
-from async_rl.rewards.math.same_expressions import without_functions
-from async_rl.rewards.math.values import Group, NamedSet, Relation, SetOperation, Value, is_expression, is_matrix
+from latex_answers.relations import INEQUALITIES, is_solution, names_in, plain_relation
+from latex_answers.same_expressions import without_functions
+from latex_answers.values import Group, NamedSet, Relation, SetOperation, Value, is_expression, is_matrix
 
 _SETS = {"R": sympy.S.Reals, "Z": sympy.S.Integers, "N": sympy.S.Naturals, "Q": sympy.S.Rationals, "": sympy.S.EmptySet}
 

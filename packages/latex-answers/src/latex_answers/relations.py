@@ -11,8 +11,8 @@ from typing import Any
 import sympy
 from sympy.functions.elementary.trigonometric import TrigonometricFunction
 
-from async_rl.rewards.math.same_expressions import same_constant, without_functions
-from async_rl.rewards.math.values import Group, Ratio, Relation, Value, is_constant, is_expression, is_matrix
+from latex_answers.same_expressions import same_constant, without_functions
+from latex_answers.values import Group, Ratio, Relation, Value, is_constant, is_expression, is_matrix
 
 _FLIPPED = {
     ">": "<",

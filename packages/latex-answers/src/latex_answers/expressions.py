@@ -10,10 +10,10 @@ import re
 
 import sympy
 
-from async_rl.rewards.math.commands import CommandReader
-from async_rl.rewards.math.position import END, RELATIONS, undefined
-from async_rl.rewards.math.tokens import Token, UnreadableError
-from async_rl.rewards.math.values import DEGREE, Expression, Group, Value, is_constant, is_expression, is_matrix
+from latex_answers.commands import CommandReader
+from latex_answers.position import END, RELATIONS, undefined
+from latex_answers.tokens import Token, UnreadableError
+from latex_answers.values import DEGREE, Expression, Group, Value, is_constant, is_expression, is_matrix
 
 _IN_STATEMENTS = RELATIONS | {"\\cup", "\\cap", "\\setminus", "and", "or"}
 _FUNCTION_LETTERS = frozenset("fghFGH")

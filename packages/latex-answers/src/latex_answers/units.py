@@ -12,7 +12,7 @@ import tomllib
 from collections import Counter
 from importlib.resources import files
 
-_LISTS = tomllib.loads(files("async_rl.rewards.math").joinpath("words.toml").read_text("utf-8"))
+_LISTS = tomllib.loads(files("latex_answers").joinpath("words.toml").read_text("utf-8"))
 LEADS = frozenset(_LISTS["leads"])
 _WORDS = {use: frozenset(words.split()) for use, words in _LISTS["words"].items()}
 SHORT_WORDS = _WORDS["short"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from async_rl.rewards.math.notation import closing_brace
+from latex_answers.notation import closing_brace
 
 _SIZES = re.compile(r"\\(left|right|big|Big|bigg|Bigg)([lrm]?)(?![A-Za-z])\s*")
 _FRAC = re.compile(r"\\(?:(?:[dtcs]|nice)?(?P<name>frac)|[dt]?(?P<other>binom))(?![A-Za-z])\s*")

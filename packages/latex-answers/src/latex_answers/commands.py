@@ -13,9 +13,9 @@ from typing import Any
 
 import sympy
 
-from async_rl.rewards.math.position import NO_ATOMS, RELATIONS, Position, undefined
-from async_rl.rewards.math.tokens import FUNCTIONS, Token, UnreadableError
-from async_rl.rewards.math.values import DEGREE, Expression, Group, Value, is_expression, is_matrix
+from latex_answers.position import NO_ATOMS, RELATIONS, Position, undefined
+from latex_answers.tokens import FUNCTIONS, Token, UnreadableError
+from latex_answers.values import DEGREE, Expression, Group, Value, is_expression, is_matrix
 
 _ACCENTS = frozenset({
     "\\vec", "\\hat", "\\widehat", "\\tilde", "\\widetilde", "\\bar", "\\overline", "\\dot", "\\ddot", "\\underline",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from async_rl.rewards.math.notation import closing_brace
+from latex_answers.notation import closing_brace
 
 _DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
 _WRAPPER = re.compile(r"\\(?:boxed|text|textbf|textit|mathrm|mathbf|mbox)\s*(?=\{)|(?=\{)")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-from async_rl.rewards.math.position import END, RELATIONS
-from async_rl.rewards.math.tokens import Token, UnreadableError
+from latex_answers.position import END, RELATIONS
+from latex_answers.tokens import Token, UnreadableError
 
 _MAX_UNCLEAR_BARS = 6
 _OPENS_A_BAR = frozenset({

@@ -13,8 +13,8 @@ from typing import Any, Literal
 import sympy
 from sympy.polys.polyerrors import BasePolynomialError
 
-from async_rl.rewards.math.reading import Reading, read
-from async_rl.rewards.math.relations import (
+from latex_answers.reading import Reading, read
+from latex_answers.relations import (
     first_and_last,
     holds,
     is_assignment,
@@ -24,10 +24,10 @@ from async_rl.rewards.math.relations import (
     names_in,
     plain_relation,
 )
-from async_rl.rewards.math.same_expressions import constant_ratio, same_constant, same_expression
-from async_rl.rewards.math.same_sets import is_region, joined_sets, real_set, same_sets, solution_set
-from async_rl.rewards.math.tokens import UnreadableError
-from async_rl.rewards.math.values import (
+from latex_answers.same_expressions import constant_ratio, same_constant, same_expression
+from latex_answers.same_sets import is_region, joined_sets, real_set, same_sets, solution_set
+from latex_answers.tokens import UnreadableError
+from latex_answers.values import (
     Group,
     NamedSet,
     Quantity,
