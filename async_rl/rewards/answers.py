@@ -18,9 +18,9 @@ from async_rl.config.reward import reward_type
 from async_rl.errors import RewardError
 from async_rl.rewards.extraction import Extraction
 from async_rl.rewards.gold import gold_readings
-from async_rl.rewards.math.verifier import MathVerifier
+from async_rl.rewards.math.verifier import MathVerifier, Verdict
 from async_rl.rewards.records import RewardInput, RewardOutput
-from latex_answers.equality import answers_equal, canonical_form
+from latex_answers import canonical_form, compare_by
 
 Equality = Callable[[str, str], bool]
 """A function of the row's answer and the model's answer. It returns whether they are equal."""
@@ -101,11 +101,16 @@ class AnswerReward:
 
 
 def same_mathematics(verifier: MathVerifier, time_limit_s: float) -> Equality:
-    """Return the function that compares two answers as mathematics (``equality.answers_equal``).
+    """Return the function that compares two answers as mathematics (``latex_answers.equal``).
 
-    ``time_limit_s`` is the time limit of ``verifier`` for one comparison.
+    What needs the reader is left to ``verifier``. It is unequal if that is not computed, times out or crashes, and
+    ``verifier`` counts these. ``time_limit_s`` is the verifier's limit of processor time for one comparison.
     """
-    return lambda gold, answer: answers_equal(gold, answer, verifier=verifier, time_limit_s=time_limit_s)
+
+    def read(answer: str, gold: str) -> Verdict:
+        return verifier.ask(gold, answer, time_limit_s)
+
+    return lambda gold, answer: compare_by(read, answer, gold) == "equal"
 
 
 def same_text(gold: str, answer: str) -> bool:

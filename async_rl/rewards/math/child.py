@@ -2,7 +2,7 @@
 
 A fork server (``process.fork_server``) imports sympy once, which takes a second, and forks *worker* processes. A worker
 reads frames of ``net.streams`` with JSON ``{"gold", "prediction", "time_limit_s"}`` and answers each with
-``{"finding": "equal"}``, or another ``Finding`` of ``comparison``. The limit is on processor time, so that a right
+``{"finding": "equal"}``, or another ``Finding`` of ``latex_answers``. The limit is on processor time, so that a right
 answer is not scored as wrong on a busy machine. The command is ``python -m async_rl.rewards.math.child DESCRIPTOR``.
 """
 
@@ -39,7 +39,7 @@ def _serve(connection: socket.socket, compare: Any) -> None:
         request = json.loads(body)
         # The default action of SIGPROF ends the process. It needs no Python, while 9**9**9 holds the interpreter lock.
         signal.setitimer(signal.ITIMER_PROF, request["time_limit_s"])
-        answer = {"finding": compare(request["gold"], request["prediction"])}
+        answer = {"finding": compare(request["prediction"], request["gold"])}
         signal.setitimer(signal.ITIMER_PROF, 0)
         connection.sendall(pack_frame(json.dumps(answer).encode()))
 

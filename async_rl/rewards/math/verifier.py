@@ -1,7 +1,7 @@
 """Compares answers as mathematics, in worker processes. A worker that exceeds the time limit is killed and replaced.
 
-``equality`` calls this module. The processes start with the first comparison. They end when this process ends, even if
-this process is killed.
+``answers`` calls this module for what ``latex_answers`` can't decide without its reader. The processes start with the
+first comparison. They end when this process ends, even if this process is killed.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from async_rl.errors import RewardError
 from async_rl.net.streams import pack_frame, read_frame, until
 from async_rl.process.fork_client import ForkServer, ServerLostError, StartError
 from async_rl.rewards.math.child import MAX_FRAME_BYTES
+from latex_answers import Finding
 
-Verdict = Literal["equal", "different", "not_computed", "timed_out", "crashed"]
+Verdict = Finding | Literal["timed_out", "crashed"]
 
 MAX_WORKERS = 8
 """Maximum number of comparisons that run at the same time. It may exceed the number of cores, so that a comparison does
@@ -70,11 +71,11 @@ class MathVerifier:
         return tuple(worker.pid for worker in self._idle)
 
     def ask(self, gold: str, prediction: str, time_limit_s: float) -> Verdict:
-        """Compare two answers by ``comparison`` and return the verdict.
+        """Compare two answers by the reader of ``latex_answers`` and return the verdict.
 
         Args:
-            gold: the row's answer. It must be short (see ``equality.MAX_ANSWER_CHARS``).
-            prediction: the model's answer. It must be short too.
+            gold: the row's answer, as ``latex_answers.compare_by`` hands it over. It is short (``MAX_ANSWER_CHARS``).
+            prediction: the model's answer, likewise.
             time_limit_s: processor seconds that the comparison may use.
 
         Raises:

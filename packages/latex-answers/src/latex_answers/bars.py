@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 
+from latex_answers.finding import UnreadableError
 from latex_answers.position import END, RELATIONS
-from latex_answers.tokens import Token, UnreadableError
+from latex_answers.tokens import Token
 
 _MAX_UNCLEAR_BARS = 6
 _OPENS_A_BAR = frozenset({

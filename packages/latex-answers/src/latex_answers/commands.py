@@ -13,8 +13,9 @@ from typing import Any
 
 import sympy
 
+from latex_answers.finding import UnreadableError
 from latex_answers.position import NO_ATOMS, RELATIONS, Position, undefined
-from latex_answers.tokens import FUNCTIONS, Token, UnreadableError
+from latex_answers.tokens import FUNCTIONS, Token
 from latex_answers.values import DEGREE, Expression, Group, Value, is_expression, is_matrix
 
 _ACCENTS = frozenset({

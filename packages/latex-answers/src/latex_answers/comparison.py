@@ -1,18 +1,19 @@
-r"""Decides whether two answers that were read whole are the same. ``child`` calls it.
+r"""Decides whether two answers that were read whole are the same. ``equality`` calls it.
 
 Structures are compared part by part: brackets, order (except in sets and lists without brackets), units, operators of
 relations and both of their sides. Expressions are compared by ``same_expressions``. What is lenient is on purpose, and
-listed in docs/rewards.md: a name before an answer (``x=5`` for 5), a unit that one side lacks, percent.
+listed in the README: a name before an answer (``x=5`` for 5), a unit that one side lacks, percent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import sympy
 from sympy.polys.polyerrors import BasePolynomialError
 
+from latex_answers.finding import Finding, UnreadableError
 from latex_answers.reading import Reading, read
 from latex_answers.relations import (
     first_and_last,
@@ -26,7 +27,6 @@ from latex_answers.relations import (
 )
 from latex_answers.same_expressions import constant_ratio, same_constant, same_expression
 from latex_answers.same_sets import is_region, joined_sets, real_set, same_sets, solution_set
-from latex_answers.tokens import UnreadableError
 from latex_answers.values import (
     Group,
     NamedSet,
@@ -40,27 +40,25 @@ from latex_answers.values import (
     is_matrix,
 )  # fmt: skip
 
-_SYMPY_ERRORS = (
+SYMPY_ERRORS = (
     ArithmeticError, AttributeError, NotImplementedError, RecursionError, TypeError, ValueError, BasePolynomialError,
 )  # fmt: skip
 """What sympy raises if it can't compute a text that was read, such as a condition that it can't solve."""
-Finding = Literal["equal", "different", "not_computed"]
-"""``not_computed``: both answers could be read, but sympy could not compare them."""
 _NAMING = frozenset({"=", "\\in", "\\equiv"})
 
 
-def same_answers(gold: str, answer: str) -> Finding:
+def same_answers(answer: str, gold: str) -> Finding:
     """Return whether both texts can be read to their last token and say the same.
 
     Args:
-        gold: the row's answer, in the notation of ``notation.in_latex`` and ``arguments.spelled_out``.
-        answer: the model's answer, likewise.
+        answer: the answer to judge, in the notation of ``notation.in_latex`` and ``arguments.spelled_out``.
+        gold: the right answer, likewise.
     """
     try:
         return "equal" if same_readings(read(gold), read(answer)) else "different"
     except UnreadableError:
-        return "different"
-    except _SYMPY_ERRORS:
+        return "unreadable"
+    except SYMPY_ERRORS:
         return "not_computed"
 
 

@@ -11,8 +11,9 @@ import re
 import sympy
 
 from latex_answers.commands import CommandReader
+from latex_answers.finding import UnreadableError
 from latex_answers.position import END, RELATIONS, undefined
-from latex_answers.tokens import Token, UnreadableError
+from latex_answers.tokens import Token
 from latex_answers.values import DEGREE, Expression, Group, Value, is_constant, is_expression, is_matrix
 
 _IN_STATEMENTS = RELATIONS | {"\\cup", "\\cap", "\\setminus", "and", "or"}

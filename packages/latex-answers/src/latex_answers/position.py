@@ -8,7 +8,8 @@ from typing import Any
 
 import sympy
 
-from latex_answers.tokens import Token, UnreadableError
+from latex_answers.finding import UnreadableError
+from latex_answers.tokens import Token
 from latex_answers.values import Expression, Value, is_expression, is_matrix
 
 END = Token("end", "")

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from latex_answers.expressions import ExpressionReader
-from latex_answers.tokens import Token, UnreadableError
+from latex_answers.finding import UnreadableError
+from latex_answers.tokens import Token
 from latex_answers.units import SHORT_WORDS, unit_name
 from latex_answers.values import (
     DEGREE,

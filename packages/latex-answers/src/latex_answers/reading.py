@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import sympy
 
 from latex_answers.bars import with_bars
+from latex_answers.finding import UnreadableError
 from latex_answers.position import RELATIONS
 from latex_answers.quantities import QuantityReader, Term
-from latex_answers.tokens import UnreadableError, tokens_of
+from latex_answers.tokens import tokens_of
 from latex_answers.units import LEADS, changes_number
 from latex_answers.values import (
     DEGREE,

@@ -14,11 +14,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from latex_answers.finding import UnreadableError
 from latex_answers.notation import SINGLE_LETTER_UNITS, closing_brace
-
-
-class UnreadableError(Exception):
-    """The answer has a part that this reader does not know, so it can't be compared as mathematics."""
 
 
 @dataclass(frozen=True, slots=True)

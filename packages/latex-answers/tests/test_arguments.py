@@ -1,7 +1,7 @@
 """TeX's shorthands, worked by hand after the rules of TeX."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from latex_answers.arguments import spelled_out
@@ -34,6 +34,7 @@ def test_shorthands_are_spelled_out(text: str, expected: str):
     assert spelled_out(text) == expected
 
 
+@settings(deadline=None)
 @given(st.text(alphabet="\\frac{}sqt123[]^ \\binomlerg()", max_size=60))
 def test_any_text_can_be_spelled_out_and_no_digit_moves(text: str):
     digits = [character for character in text if character.isdigit()]

@@ -1,7 +1,7 @@
-r"""Makes ``tests/data/math_pairs.jsonl`` from the tests that other projects publish. Run by hand:
+r"""Makes ``data/math_pairs.jsonl`` from the tests that other projects publish. Run by hand:
 
     pip download --no-deps --no-binary :all: -d SDISTS math-verify==0.9.0 lm-eval==0.4.13 sympy==1.14.0
-    python -m tests.rewards.math.collect_math_pairs SDISTS
+    python tests/collect_math_pairs.py SDISTS
 
 Every (gold, prediction, equal?) of a source is taken but for the classes counted under ``left out``, which are told
 from the form of a case and never from what this project's comparison makes of it:
@@ -37,9 +37,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from async_rl.rewards.extraction import extract_boxed
+from latex_answers import boxed_answer
 
-OUT = Path(__file__).resolve().parents[2] / "data" / "math_pairs.jsonl"
+OUT = Path(__file__).resolve().parent / "data" / "math_pairs.jsonl"
 LEFT_OUT = OUT.with_name("math_pairs_left_out.jsonl")
 OPTIONS = {"strict": True, "allow_set_relation_comp": False, "precision": 6}
 """Of math-verify's cases, and the value that is its default."""
@@ -137,10 +137,10 @@ def reduced(text: str) -> tuple[str | None, str]:
     """What a side says, and why it is left out (empty if it isn't)."""
     if "\\boxed" in text:
         parts = text.split("\\boxed{")[1:]
-        inside = {extract_boxed("\\boxed{" + part).answer for part in parts}
+        inside = {boxed_answer("\\boxed{" + part) for part in parts}
         if len(inside) > 1:
             return None, "several boxes"
-        answer = extract_boxed(text).answer
+        answer = boxed_answer(text)
         return answer, "" if answer else "a box that is not closed"
     before = text[: found.start()] if (found := _MATHEMATICS.search(text)) else ""
     if len(text) > 200 or _PROSE.match(before + "x"):

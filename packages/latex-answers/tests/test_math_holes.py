@@ -1,32 +1,14 @@
-r"""Wrong answers that once earned the reward, right ones that did not, and their like. Through the whole reward."""
-
-from collections.abc import Callable, Iterator
+r"""Wrong answers that once counted as right, right ones that did not, and their like, each in a box."""
 
 import pytest
 
-from async_rl.config.config import Config
-from async_rl.rewards.records import RewardInput
-from async_rl.rewards.registry import build_reward
-
-Earns = Callable[[str, str], bool]
+from latex_answers import boxed_answer, equal
 
 
-@pytest.fixture(scope="module")
-def earns() -> Iterator[Earns]:
-    config = Config.model_validate(
-        {"run": {"dir": "r"}, "model": {"path": "m"}, "reward": {"type": "boxed", "soft_overlong": False}}
-    )
-    reward = build_reward(config)
-
-    def score(gold: str, answer: str) -> bool:
-        output = reward(RewardInput(f"So it is \\boxed{{{answer}}}.", {"gt_answer": gold}, 1, 9, "stop"))
-        assert output.parts == {"correct": output.accuracy}
-        return output.accuracy == 1.0
-
-    yield score
-    counts = reward.counters()
-    reward.close()
-    assert counts["verifier_crashed"] == counts["verifier_timed_out"] == 0
+def is_right(gold: str, answer: str) -> bool:
+    """Whether the answer is right that the box of a sentence holds."""
+    boxed = boxed_answer(f"So it is \\boxed{{{answer}}}.")
+    return boxed is not None and equal(boxed, gold)
 
 
 WRONG = r"""
@@ -438,11 +420,11 @@ def pairs(text: str) -> list[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize(("gold", "answer"), pairs(WRONG))
-def test_a_wrong_answer_earns_nothing(earns: Earns, gold: str, answer: str):
-    assert not earns(gold, answer)
+def test_a_wrong_answer_is_not_equal(gold: str, answer: str):
+    assert not is_right(gold, answer)
 
 
 @pytest.mark.parametrize(("gold", "answer"), pairs(RIGHT))
-def test_a_right_answer_earns_in_other_notation(earns: Earns, gold: str, answer: str):
-    assert earns(gold, answer)
-    assert earns(gold, gold)
+def test_a_right_answer_is_equal_in_other_notation(gold: str, answer: str):
+    assert is_right(gold, answer)
+    assert is_right(gold, gold)

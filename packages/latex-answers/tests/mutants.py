@@ -1,7 +1,7 @@
 r"""Wrong answers made out of right ones, by structure: a digit, a sign, a variable, an exponent, a side of a relation.
 
 The mutations work on the text and know nothing of the reader that they test. Some mutants say the same as the answer
-(``\frac{0}{7}`` and ``\frac{0}{8}``); these are listed in ``tests/data/equal_mutants.jsonl``, each with a reason.
+(``\frac{0}{7}`` and ``\frac{0}{8}``); these are listed in ``data/equal_mutants.jsonl``, each with a reason.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-DATA = Path(__file__).resolve().parents[2] / "data"
+DATA = Path(__file__).resolve().parent / "data"
 ANSWERS = [json.loads(line)["gt_answer"] for line in (DATA / "math500_answers.jsonl").read_text("utf-8").splitlines()]
 
 _COMMAND_OR_TEXT = re.compile(r"\\(?:text|mbox|mathrm|operatorname|begin|end)\s*\{[^{}]*\}|\\[A-Za-z]+|\\.")
