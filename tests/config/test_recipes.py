@@ -12,9 +12,10 @@ import typer
 
 from async_rl.cli.main import app
 from async_rl.config.loading import load_config
+from async_rl.registry import our_offers
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = typer.main.get_group(app).commands
+COMMANDS = {*typer.main.get_group(app).commands, *our_offers("async_rl.commands")}
 RECIPES = sorted((ROOT / "configs").rglob("*.toml"))
 
 
