@@ -29,7 +29,7 @@ from async_rl.run.lock import acquire
 from async_rl.run.queue_files import RunFiles
 from async_rl.run.reuse import check_place, prepare_run_dir
 from tests.damage import damage
-from tests.learner.layouts import layout_model
+from tests.learner.rank_layouts import layout_model
 from tests.learner.resumed_run import answered, build_run
 
 SEED = 0

@@ -10,7 +10,7 @@ import pytest
 from tests.end_to_end.family_run import learn_sums
 from tests.end_to_end.harness import check_ledger, metrics, roles, steps, write_config
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
-from tests.learner.layouts import LAYOUTS, LORA, layout_weights, model_for
+from tests.learner.rank_layouts import LAYOUTS, LORA, layout_weights, model_for
 
 IN_CI = ("tensor 2", "pipeline 2")
 NUM_STEPS = 3

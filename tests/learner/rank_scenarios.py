@@ -748,13 +748,13 @@ def resumed(directory: Path) -> None:
 
 
 def laid_out(directory: Path) -> None:
-    from tests.learner.layouts import run_cases
+    from tests.learner.rank_layouts import run_cases
 
     run_cases(directory)
 
 
 def valued(directory: Path) -> None:
-    from tests.learner.layouts import run_value_cases
+    from tests.learner.rank_layouts import run_value_cases
 
     run_value_cases(directory)
 
@@ -766,7 +766,7 @@ def on_trunk(directory: Path) -> None:
 
 
 def passed_on(directory: Path) -> None:
-    from tests.learner.layouts import pass_on
+    from tests.learner.rank_layouts import pass_on
 
     pass_on(directory)
 

@@ -17,7 +17,6 @@ import pytest
 from async_rl.cli.main import main
 from async_rl.config.loading import config_from_toml, config_to_toml, parse_config
 from async_rl.errors import ConfigError
-from async_rl.registry import offers
 from async_rl.run import feeds
 from async_rl.run.directory import RunDir
 from async_rl.run.feeds import Sinks
@@ -212,11 +211,9 @@ def test_what_a_package_says_of_its_sink_refuses_a_run_and_the_sink_is_not_impor
     )
     offered = "[async_rl.sinks]\nkeyed = keyed:Keyed\n[async_rl.sink_checks]\nkeyed = keyed_check:check\n"
     install(tmp_path / "site", "keyed", {"keyed.py": "1 / 0\n", "keyed_check.py": source}, offered, monkeypatch)
-    offers.cache_clear()
     with pytest.raises(ConfigError, match=f"log.to: keyed needs a key in {tmp_path}"):
         check_sinks(a_config(tmp_path, to=["keyed"]))
     monkeypatch.undo()
-    offers.cache_clear()
     with pytest.raises(ConfigError, match='expected mlflow, tensorboard, trackio, wandb, got "keyed"'):
         check_sinks(a_config(tmp_path, to=["keyed"]))
 

@@ -12,7 +12,6 @@ from async_rl.checks.table import CHECKS
 from async_rl.config.config import Config
 from async_rl.config.loading import parse_config
 from async_rl.learner.checkpoints.mirror import mirror_of
-from async_rl.registry import offers
 from tests.packages import install
 
 TAPE = """
@@ -30,7 +29,6 @@ def config_of(directory: Path, **checkpoint: Any) -> Config:
 
 def test_a_package_mirrors_to_a_protocol_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     install(tmp_path / "site", "tapes", {"tapes.py": TAPE}, "[async_rl.mirrors]\ntape = tapes:Tape\n", monkeypatch)
-    offers.cache_clear()
     (check,) = (check for check in CHECKS if check.name == "checkpoint.mirror")
     (warning,) = check.findings(Start(config_of(tmp_path, mirror="tape://first")))
     assert (warning.state, warning.message) == (
@@ -41,4 +39,3 @@ def test_a_package_mirrors_to_a_protocol_of_its_own(tmp_path: Path, monkeypatch:
     assert known is not None
     assert known.check(config_of(tmp_path, mirror="memory://bucket")) == ""
     monkeypatch.undo()
-    offers.cache_clear()

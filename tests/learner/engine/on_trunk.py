@@ -14,7 +14,7 @@ from async_rl.config.parallel import Layout
 from async_rl.learner.losses.value import critic_sequences
 from async_rl.learner.ranks import init_ranks
 from async_rl.learner.sequences import TrainSequence
-from tests.learner.layouts import LAYOUTS, LORA, layout_sequences
+from tests.learner.rank_layouts import LAYOUTS, LORA, layout_sequences
 from tests.learner.rank_scenarios import PLAIN, follow_once, save, stop_following
 from tests.learner.tiny import tiny_config
 

@@ -21,8 +21,8 @@ from async_rl.learner.model.mask_tensors import MaskTensors
 from async_rl.learner.ranks import Ranks, init_ranks
 from async_rl.learner.sequences import TrainSequence
 from async_rl.sampling_mask import pack_ids
-from tests.learner import layouts
-from tests.learner.layouts import assert_same, layout_config, layout_model, layout_sequences, run_layout
+from tests.learner import rank_layouts as layouts
+from tests.learner.rank_layouts import assert_same, layout_config, layout_model, layout_sequences, run_layout
 from tests.learner.ranks import run_ranks
 from tests.learner.tiny import tiny_config
 

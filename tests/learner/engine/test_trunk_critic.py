@@ -22,7 +22,7 @@ from async_rl.learner.export.model import export_adapter, export_checkpoint
 from async_rl.learner.losses.value import critic_sequences, value_loss
 from async_rl.learner.sequences import TrainSequence
 from tests.learner.engine.on_trunk import trunk_config, with_targets
-from tests.learner.layouts import LORA, layout_model, layout_sequences
+from tests.learner.rank_layouts import LORA, layout_model, layout_sequences
 from tests.learner.rank_scenarios import PLAIN, save
 from tests.learner.ranks import run_ranks
 from tests.learner.saved_critic import engine_of, restored

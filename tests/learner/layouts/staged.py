@@ -10,7 +10,7 @@ import torch
 from async_rl.config.config import Config
 from async_rl.config.parallel import Layout
 from async_rl.learner.ranks import Ranks, init_ranks
-from tests.learner.layouts import layout_sequences, run_layout
+from tests.learner.rank_layouts import layout_sequences, run_layout
 from tests.learner.rank_scenarios import PLAIN, follow_once, stop_following
 from tests.learner.tiny import tiny_config
 

@@ -14,7 +14,7 @@ from async_rl.errors import ConfigError
 from async_rl.learner.checkpoints.stored_tensors import MODEL, OPTIMIZER, load_tensors
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.ranks import init_ranks
-from tests.learner.layouts import (
+from tests.learner.rank_layouts import (
     LAYOUTS,
     MODELS,
     assert_same,

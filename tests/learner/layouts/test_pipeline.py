@@ -13,8 +13,8 @@ from torch import Tensor
 from async_rl.learner.layouts.pipeline import Pipeline
 from async_rl.learner.phases import PhaseClock
 from async_rl.learner.ranks import init_ranks
-from tests.learner.layouts import assert_same, run_layout
 from tests.learner.layouts.staged import STAGED, staged_config
+from tests.learner.rank_layouts import assert_same, run_layout
 from tests.learner.ranks import run_ranks
 from tests.learner.tiny import tiny_model
 

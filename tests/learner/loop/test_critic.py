@@ -23,10 +23,10 @@ from async_rl.learner.losses.value import critic_sequences, value_loss
 from async_rl.learner.sequences import TrainSequence
 from async_rl.run.metric_table import METRIC_KEYS
 from async_rl.run.step_log import read_rows
-from tests.learner.layouts import LORA, layout_model, layout_sequences
 from tests.learner.loop.test_trainer import ScriptedEngine, make_run
 from tests.learner.losses.test_advantages import prepare, rollout
 from tests.learner.model.test_value_model import classifier, plain_values
+from tests.learner.rank_layouts import LORA, layout_model, layout_sequences
 from tests.learner.rank_scenarios import PLAIN, save
 from tests.learner.saved_critic import engine_of, restored
 from tests.learner.tiny import tiny_config

@@ -22,7 +22,7 @@ from async_rl.learner.export.model import export_adapter, export_checkpoint
 from async_rl.learner.model.loading import load_policy, open_model, read_first_layers
 from async_rl.learner.ranks import init_ranks
 from async_rl.learner.sequences import TrainSequence
-from tests.learner.layouts import (
+from tests.learner.rank_layouts import (
     assert_same,
     case_directory,
     layout_config,
