@@ -90,6 +90,11 @@ def test_a_taskset_without_rows_is_refused_with_its_words(tmp_path: Path, extra:
         load_rows_of(config_of(tmp_path, extra), NAME)
 
 
+def test_rows_of_another_taskset_than_the_environments_are_refused(tmp_path: Path):
+    with pytest.raises(DataError, match=r"verifiers:others\[:2\]: .* environment.name = 'verifiers:words'"):
+        load_rows_of(config_of(tmp_path), "verifiers:others[:2]")
+
+
 def test_a_taskset_that_does_not_load_stops_the_generator_with_its_words(tmp_path: Path):
     python, extra = write_python(tmp_path / "other"), {"taskset": {"broken": "no such game"}}
     with (
