@@ -39,8 +39,8 @@ _FIRST_SPARE_FD = 256
 
 PRELOADED = (
     "async_rl.cli.main",
-    "async_rl.checks.parity",
-    "async_rl.checks.table",
+    "async_rl.launch.checks.parity",
+    "async_rl.launch.checks.table",
     "async_rl.evaluation.offline",
     "async_rl.extensions.offline.tasks",
     "async_rl.generator.hf.backend",

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from async_rl.checks.finding import Finding, print_table
 from async_rl.cli.main import main
+from async_rl.launch.checks.finding import Finding, print_table
 from async_rl.launch.live_view import LiveView, PlainView
 from async_rl.launch.status import print_status
 from async_rl.output import print_json

@@ -153,7 +153,7 @@ def learner(
         resolved = load_config(config, with_profile(overrides, profile))
         check_place(resolved, config, overrides or [])
         if not is_launched and _is_first_rank():
-            from async_rl.checks.table import check_learner
+            from async_rl.launch.checks.table import check_learner
             from async_rl.learner.checkpoints.mirror import mirror_of
 
             log = logging.getLogger(__name__)
@@ -284,7 +284,7 @@ def queue(
         from async_rl.config.loading import load_config
 
         resolved = load_config(config, overrides or [])
-        from async_rl.checks.table import check_queue
+        from async_rl.launch.checks.table import check_queue
         from async_rl.run.reuse import check_place
 
         check_place(resolved, config, overrides or [])

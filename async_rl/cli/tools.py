@@ -44,7 +44,7 @@ from async_rl.output import Progress, print_json, prints_to_stderr
 from async_rl.terminal import visible
 
 if TYPE_CHECKING:
-    from async_rl.checks.finding import Finding
+    from async_rl.launch.checks.finding import Finding
 
 tools = typer.Typer(rich_markup_mode=None)
 
@@ -85,7 +85,7 @@ def show_config(
             f"expected only CONFIG, or --explain and a key, got the key {key!r} without --explain; add --explain"
         )
     if not explain:
-        from async_rl.checks.table import problems_of_config
+        from async_rl.launch.checks.table import problems_of_config
 
         for problem in problems_of_config(resolved):
             typer.echo(visible(f"warning: launch refuses this: {problem}"), err=True)
@@ -235,15 +235,15 @@ def doctor(
             f"expected either CONFIG or --connect ADDRESS, got {'neither' if config is None else 'both'}; name the "
             f"config on the learner's machine, or the queue server's address on a generator's machine"
         )
-    from async_rl.checks.finding import exit_code, findings_json, print_table
+    from async_rl.launch.checks.finding import exit_code, findings_json, print_table
 
     command = "launch"
     with Progress(quiet=quiet) as progress, prints_to_stderr():
         if config is not None:
             if keys is not None:
                 raise ConfigError("--keys is only for --connect; leave it out, because CONFIG names the run's keys")
-            from async_rl.checks.doctor import run_checks
             from async_rl.config.loading import load_config
+            from async_rl.launch.checks.doctor import run_checks
 
             resolved = load_config(config, overrides or [])
             if resolved.is_offline_only:
@@ -283,7 +283,7 @@ def _check_node(
     check_address(address)
     check_generator_overrides(overrides)
     progress.show("loading PyTorch")
-    from async_rl.checks.node import run_node_checks
+    from async_rl.launch.checks.node import run_node_checks
 
     return run_node_checks(
         address, overrides, keys_file=keys, insecure=insecure, deadline_s=timeout, report=progress.show

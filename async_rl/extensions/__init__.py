@@ -6,7 +6,7 @@ An extension gives the core things of a few kinds, each under a name, as an inst
 * ``async_rl.pages``: what writes a page about runs, as ``async_rl.Run.report`` does (``api/run.py``);
 * ``async_rl.sinks``: what opens a sink of ``log.to``; ``async_rl.sink_checks``: whether it can be opened;
 * ``async_rl.mirrors``: a class that copies runs to ``checkpoint.mirror``, and brings them back from there;
-* ``async_rl.checks``: a check of a config before a start, which a row of ``checks/table.py`` names;
+* ``async_rl.checks``: a check of a config before a start, which a row of ``launch/checks/table.py`` names;
 * ``async_rl.rollouts``: what plays a generator's rollouts, as ``OpenRollouts`` of ``generator/start/rollouts.py``;
 * ``async_rl.datasets``: NAME of the sources NAME:REST of data, as ``OpenRows`` of ``data/dataset.py``;
 * ``async_rl.rewards`` and ``async_rl.environments``: a name for ``reward.type`` or ``environment.name``. A package's is

@@ -24,7 +24,7 @@ from async_rl.generator.backend import Sampled
 from async_rl.generator.rollouts import Graded, Rollouts, failure_of
 from async_rl.net.keys import ClientKeys
 from async_rl.records import Lease, Rollout, TeacherScores, TokenSequence
-from async_rl.scoring.client import ScorerClient
+from async_rl.scorer.client.scorer_client import ScorerClient
 
 _ROUNDING = 1e-3
 """How far above 0 rounding may bring a log-probability."""

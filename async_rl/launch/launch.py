@@ -20,13 +20,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from async_rl.checks.capacity import has_gpu
-from async_rl.checks.placement import VISIBLE, place, visible_devices
-from async_rl.checks.settings import begins_too_few
-from async_rl.checks.table import check_launch, launch_problems
 from async_rl.config.config import Config
 from async_rl.config.loading import changed_keys, load_run_config, machine_overrides, show_change
 from async_rl.errors import ConfigError, UserError
+from async_rl.launch.checks.capacity import has_gpu
+from async_rl.launch.checks.placement import VISIBLE, place, visible_devices
+from async_rl.launch.checks.settings import begins_too_few
+from async_rl.launch.checks.table import check_launch, launch_problems
 from async_rl.launch.live_view import LiveView, PlainView
 from async_rl.launch.memory_deaths import MemoryDeaths
 from async_rl.launch.planned_steps import planned_steps, schedule_note

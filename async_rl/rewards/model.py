@@ -17,7 +17,7 @@ from async_rl.net.keys import ClientKeys
 from async_rl.rewards.records import RewardInput, RewardOutput
 from async_rl.rewards.served import ServedReward
 from async_rl.rewards.transcripts import conversation_of
-from async_rl.scoring.client import ScorerClient
+from async_rl.scorer.client.scorer_client import ScorerClient
 
 
 class ModelReward(ServedReward):

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from async_rl.net.wire import Frame
-from async_rl.scoring.messages import MAX_PEER_BYTES, MAX_PEER_QUESTIONS
+from async_rl.scorer.client.messages import MAX_PEER_BYTES, MAX_PEER_QUESTIONS
 
 MAX_KEY_BYTES = 512 << 20
 """Budget of one client key. It is half of ``MAX_TOTAL_BYTES``, so one key can't use up the scorer's memory."""

@@ -19,11 +19,11 @@ from async_rl.config.scorer import ScorerConfig
 from async_rl.data.chat import context_length, load_tokenizer, render_answer, vocabulary_size
 from async_rl.data.vocabulary import check_embedded, vocabulary_digest
 from async_rl.errors import ModelError
+from async_rl.scorer.client.messages import Received, TextQuestion
 from async_rl.scorer.model_files import model_digest
 from async_rl.scorer.server import Scored
 from async_rl.scorer.transformers_engine import TransformersEngine
 from async_rl.scorer.vllm_engine import VllmEngine
-from async_rl.scoring.messages import Received, TextQuestion
 
 
 class RewardEngine(Protocol):

@@ -14,9 +14,9 @@ import numpy as np
 
 from async_rl.errors import WireError
 from async_rl.net.keys import ServerKeys
+from async_rl.scorer.client.messages import Answer, Received, decode_question, encode_answer
 from async_rl.scorer.questions import Question, WaitingQuestions
 from async_rl.scorer.sockets import ScorerSocket
-from async_rl.scoring.messages import Answer, Received, decode_question, encode_answer
 
 _LOOK_MS = 500
 

@@ -24,8 +24,7 @@ from async_rl.net.keys import ServerKeys
 from async_rl.net.service import LoggedCount, Peer, Service
 from async_rl.net.wake import Wake
 from async_rl.net.wire import Frame
-from async_rl.scorer.questions import PeerBudget, Question, WaitingQuestions
-from async_rl.scoring.messages import (
+from async_rl.scorer.client.messages import (
     CHUNK_BYTES,
     LIMITS,
     Answer,
@@ -35,6 +34,7 @@ from async_rl.scoring.messages import (
     encode_answer,
     why_too_large,
 )
+from async_rl.scorer.questions import PeerBudget, Question, WaitingQuestions
 
 logger = logging.getLogger(__name__)
 

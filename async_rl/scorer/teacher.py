@@ -22,9 +22,9 @@ from async_rl.data.vocabulary import vocabulary_digest
 from async_rl.learner.data.packing import MicroBatch, by_sequence, pack
 from async_rl.learner.model.policy_model import PolicyModel, load_model, to_device
 from async_rl.learner.sequences import TrainSequence
+from async_rl.scorer.client.messages import Received, TokensQuestion
 from async_rl.scorer.model_files import model_digest
 from async_rl.scorer.server import Scored
-from async_rl.scoring.messages import Received, TokensQuestion
 
 _CHUNK_BYTES = 256 << 20
 """Size of one chunk's float32 logits."""

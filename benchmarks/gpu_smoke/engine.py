@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from async_rl.checks.machine import check_compiler
 from async_rl.config.config import Config
 from async_rl.config.loading import parse_config
 from async_rl.config.parallel import Layout
 from async_rl.errors import ConfigError
+from async_rl.launch.checks.machine import check_compiler
 from async_rl.learner.checkpoints.stored_tensors import OPTIMIZER, load_tensors
 from async_rl.learner.engine.flops import device_peak
 from async_rl.learner.engine.fsdp_engine import FsdpEngine

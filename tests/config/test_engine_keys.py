@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from async_rl.checks.settings import check_engine_keys
 from async_rl.config.config import Config
 from async_rl.config.generator import BACKENDS, ENGINE_KEYS, GeneratorConfig, SamplingConfig, unread_keys
 from async_rl.config.loading import parse_config
 from async_rl.config.run import VllmConfig
 from async_rl.errors import ConfigError
+from async_rl.launch.checks.settings import check_engine_keys
 
 REFUSED_BY_CAPABILITY: dict[str, Any] = {
     "generator.tensor_parallel_size": 2,

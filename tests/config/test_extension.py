@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.checks.extensions import find_packages
 from async_rl.config.config import Config
 from async_rl.config.extension import check_extension_settings, extension_settings
 from async_rl.config.loading import changed_keys, config_from_toml, config_to_toml
 from async_rl.errors import ConfigError, ExtensionError
+from async_rl.launch.checks.extensions import find_packages
 from tests.packages import install
 
 SOURCE = """

@@ -17,7 +17,7 @@ from tests.end_to_end.faults_harness import fault_config, fault_run, judge
 from tests.end_to_end.harness import check_ledger, metrics, roles, steps, wait_until, write_config
 from tests.end_to_end.test_scorer_run import process_of
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
-from tests.scoring.scripted import free_address
+from tests.scorer.client.scripted import free_address
 
 TOP_K = {"teacher": "teacher", "form": "loss", "top_k": 4, "rewards": False}
 LAYOUTS: dict[str, dict[str, Any]] = {

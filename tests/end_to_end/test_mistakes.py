@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from async_rl.checks import capacity
-from async_rl.checks.user_code_trial import _error_of_loss, _score_rows
 from async_rl.cli import main as cli
 from async_rl.config.loading import parse_config
+from async_rl.launch.checks import capacity
+from async_rl.launch.checks.user_code_trial import _error_of_loss, _score_rows
 from tests.end_to_end.harness import write_config
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
 from tests.refusal import refusal

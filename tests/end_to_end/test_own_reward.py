@@ -109,7 +109,8 @@ def test_a_reward_that_always_fails_stops_the_run_with_its_own_error_and_the_cor
     source = tmp_path / "my_rewards.py"
     # It does not fail in the trial before the start, which finds nothing.
     source.write_text(
-        "import sys\nIS_TRIAL = 'async_rl.checks.user_code_trial:score_rows' in sys.orig_argv\ndef right(item):\n"
+        "import sys\nIS_TRIAL = 'async_rl.launch.checks.user_code_trial:score_rows' in sys.orig_argv\n"
+        "def right(item):\n"
         "    return IS_TRIAL or item.reward_data['answer']\n"
     )
     config = tiny_config(

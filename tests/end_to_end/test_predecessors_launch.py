@@ -22,7 +22,7 @@ from async_rl.extensions.offline.tasks import train
 from tests.config.predecessors import FEATURES, alternatives
 from tests.end_to_end.harness import ROOT, check_ledger, metrics, roles, wait_until, write_config
 from tests.end_to_end.test_launch_run import read_lines, write_gsm8k_model
-from tests.scoring.scripted import free_address
+from tests.scorer.client.scripted import free_address
 
 pytestmark = pytest.mark.long
 

@@ -15,7 +15,7 @@ from async_rl.generator.rollouts import Graded
 from async_rl.generator.teachers import TaughtRollouts, Teachers
 from async_rl.queue.messages import Failure
 from async_rl.records import Lease, Rollout, TokenSequence
-from async_rl.scoring.client import ScorerClient
+from async_rl.scorer.client.scorer_client import ScorerClient
 from tests.generator.leases import make_lease
 
 

@@ -17,8 +17,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.checks import machine
-from async_rl.checks.start import Start
 from async_rl.config.config import Config
 from async_rl.config.loading import parse_config
 from async_rl.errors import EngineError, ModelError, WeightsError
@@ -37,6 +35,8 @@ from async_rl.generator.vllm.adapter import (
 )
 from async_rl.generator.vllm.engine import KvCacheCapacity, Load, VllmEngine
 from async_rl.generator.vllm.shared_staging import SharedStaging, map_memory
+from async_rl.launch.checks import machine
+from async_rl.launch.checks.start import Start
 from async_rl.records import Sampling
 from async_rl.sampling_mask import contains
 from tests.generator.leases import make_lease

@@ -21,13 +21,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from async_rl.checks.addresses import check_bindable, check_weights_ports
-from async_rl.checks.models import check_critic
 from async_rl.config.config import Config
 from async_rl.config.loading import parse_config
 from async_rl.config.queue import QueueConfig
 from async_rl.errors import AddressError, ConfigError, ModelError, QueueError, RunError
 from async_rl.launch import launch as launch_module
+from async_rl.launch.checks.addresses import check_bindable, check_weights_ports
+from async_rl.launch.checks.models import check_critic
 from async_rl.launch.hints import Hints, LedgerNotes
 from async_rl.launch.launch import (
     RunCommands,

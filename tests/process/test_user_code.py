@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.checks.rewards import check_code
 from async_rl.config.config import Config
 from async_rl.config.loading import config_to_toml, load_config, parse_config
 from async_rl.errors import ConfigError, QueueError
 from async_rl.generator.start.backends import build_backend
 from async_rl.generator.start.rollouts import RolloutSetup, open_rollouts
 from async_rl.generator.start.worker import build_grader, generator_config
+from async_rl.launch.checks.rewards import check_code
 from async_rl.process.user_code import (
     changed_code,
     check_allowed,

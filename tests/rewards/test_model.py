@@ -11,9 +11,9 @@ from async_rl.rewards.conformance import Example, check_reward
 from async_rl.rewards.model import ModelReward
 from async_rl.rewards.records import RewardInput
 from async_rl.rewards.registry import RewardSum
-from async_rl.scoring.client import ScorerClient
-from async_rl.scoring.messages import Received
-from tests.scoring.scripted import RunningScorer, ScriptedModel, free_address
+from async_rl.scorer.client.messages import Received
+from async_rl.scorer.client.scorer_client import ScorerClient
+from tests.scorer.client.scripted import RunningScorer, ScriptedModel, free_address
 
 PROMPT = ({"role": "user", "content": "1+1"},)
 

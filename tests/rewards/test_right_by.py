@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from async_rl.checks.user_code_trial import _score_rows, try_reward
 from async_rl.config.config import Config
 from async_rl.config.loading import parse_config
 from async_rl.data.dataset import load_train_rows
 from async_rl.errors import ConfigError, RewardError
+from async_rl.launch.checks.user_code_trial import _score_rows, try_reward
 from async_rl.rewards.records import RewardInput, RewardOutput
 from async_rl.rewards.registry import build_reward
-from tests.checks.made import made
+from tests.launch.checks.made import made
 
 POINTS = "def points(item):\n    return float(len(item.text))\n\n\ndef grade(item):\n    return 2.0\n"
 

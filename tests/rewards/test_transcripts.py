@@ -15,10 +15,10 @@ from async_rl.rewards.judge_client import JudgeClient
 from async_rl.rewards.model import ModelReward
 from async_rl.rewards.records import RewardInput
 from async_rl.rewards.transcripts import conversation_of
-from async_rl.scoring.client import ScorerClient
-from async_rl.scoring.messages import Received, TextQuestion
+from async_rl.scorer.client.messages import Received, TextQuestion
+from async_rl.scorer.client.scorer_client import ScorerClient
 from tests.rewards.served_judge import completion, judge
-from tests.scoring.scripted import RunningScorer, ScriptedModel, free_address
+from tests.scorer.client.scripted import RunningScorer, ScriptedModel, free_address
 
 ASKED = {"role": "user", "content": [{"type": "text", "text": "2+3?"}]}
 CALLED = {

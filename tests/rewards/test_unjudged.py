@@ -21,7 +21,7 @@ from async_rl.records import Prompt
 from async_rl.rewards.functions import FunctionReward
 from async_rl.rewards.records import UNJUDGED, RewardInput, RewardOutput
 from async_rl.rewards.registry import NoReward, RewardSum, build_reward
-from tests.checks.made import made
+from tests.launch.checks.made import made
 from tests.rewards.scripted import sampled_group
 
 TASKS = """

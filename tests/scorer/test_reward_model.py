@@ -18,10 +18,10 @@ from async_rl.config.loading import parse_config
 from async_rl.config.scorer import ScorerConfig
 from async_rl.errors import ConfigError, ModelError
 from async_rl.run.directory import RunDir
+from async_rl.scorer.client.messages import Received, TextQuestion
 from async_rl.scorer.reward_model import RewardModel
 from async_rl.scorer.start import check_digest, run_scorer
 from async_rl.scorer.transformers_engine import batches
-from async_rl.scoring.messages import Received, TextQuestion
 from tests.generator.tiny_model import CHARACTERS, write_tokenizer
 from tests.learner.tiny import add_token
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from async_rl.checks.models import check_teacher
 from async_rl.config.scorer import ScorerConfig
 from async_rl.errors import ModelError
+from async_rl.launch.checks.models import check_teacher
+from async_rl.scorer.client.messages import Received, TextQuestion, TokensQuestion
 from async_rl.scorer.teacher import Teacher
-from async_rl.scoring.messages import Received, TextQuestion, TokensQuestion
 from tests.generator.tiny_model import CHARACTERS, write_model, write_tokenizer
 from tests.scorer.test_reward_model import write_reward_model
 

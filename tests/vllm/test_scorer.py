@@ -11,12 +11,12 @@ import torch
 
 from async_rl.config.scorer import ScorerConfig
 from async_rl.errors import RewardError
+from async_rl.scorer.client.messages import Received, TextQuestion
+from async_rl.scorer.client.scorer_client import ScorerClient
 from async_rl.scorer.reward_model import RewardModel
-from async_rl.scoring.client import ScorerClient
-from async_rl.scoring.messages import Received, TextQuestion
 from tests.end_to_end.harness import Role, roles, wait_until, write_config
+from tests.scorer.client.scripted import free_address
 from tests.scorer.test_reward_model import MESSAGES, write_reward_model
-from tests.scoring.scripted import free_address
 from tests.vllm.test_processes import descendants
 
 pytestmark = pytest.mark.vllm

@@ -15,10 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from async_rl.checks.addresses import check_own_address
-from async_rl.checks.environment_trial import LIMIT_S, NUM_ROWS, POLL_S, renderer, trial_findings, trial_problem
-from async_rl.checks.finding import Finding
-from async_rl.checks.start import Start
 from async_rl.config.config import Config
 from async_rl.config.generator import has_model
 from async_rl.data.chat import load_tokenizer, model_directory
@@ -28,6 +24,10 @@ from async_rl.extensions.agents.rollouts import AgentRollouts
 from async_rl.extensions.agents.start import open_front
 from async_rl.generator.backend import Sampled
 from async_rl.generator.rollouts import Graded, ThreadGrader
+from async_rl.launch.checks.addresses import check_own_address
+from async_rl.launch.checks.environment_trial import LIMIT_S, NUM_ROWS, POLL_S, renderer, trial_findings, trial_problem
+from async_rl.launch.checks.finding import Finding
+from async_rl.launch.checks.start import Start
 from async_rl.queue.core.admission import train_sampling
 from async_rl.records import Lease, Prompt
 from async_rl.rewards.conformance import WRONG_ANSWER

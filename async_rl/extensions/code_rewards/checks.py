@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from async_rl.checks.finding import Finding
-from async_rl.checks.start import Start
 from async_rl.extensions.code_rewards.builder import code_reward
+from async_rl.launch.checks.finding import Finding
+from async_rl.launch.checks.start import Start
 
 
 def check_sandbox(start: Start) -> Iterator[Finding]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from async_rl.checks.data import spelling_rows
-from async_rl.checks.finding import Finding
-from async_rl.checks.start import Start
 from async_rl.data.chat import load_tokenizer
 from async_rl.errors import DataError, ModelError
 from async_rl.extensions.offline.rows import read_rows
 from async_rl.extensions.offline.tasks import TASKS
+from async_rl.launch.checks.data import spelling_rows
+from async_rl.launch.checks.finding import Finding
+from async_rl.launch.checks.start import Start
 
 
 def check_offline_rows(start: Start) -> list[Finding]:

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from async_rl.checks.rewards import check_code
 from async_rl.config.config import Config
 from async_rl.config.loading import parse_config
 from async_rl.data.dataset import load_rows_of
 from async_rl.errors import ConfigError, DataError
 from async_rl.extensions.agents.programs.verifiers_program import DIGEST, TASK
 from async_rl.generator.rollouts import Graded
+from async_rl.launch.checks.rewards import check_code
 from async_rl.records import Lease
 from tests.extensions.agents.stand_in_verifiers import write_python
 from tests.extensions.agents.test_agent_rollouts import world

@@ -9,7 +9,7 @@ from async_rl.config.config import Config
 from async_rl.config.loading import parse_config
 from async_rl.errors import SandboxError
 from async_rl.extensions.code_rewards import checks
-from tests.checks.made import made
+from tests.launch.checks.made import made
 
 
 def of_code(**code: Any) -> Config:

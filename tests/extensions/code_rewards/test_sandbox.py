@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from async_rl.checks.start import Start
-from async_rl.checks.table import CHECKS
 from async_rl.config.loading import parse_config
 from async_rl.errors import SandboxError, SandboxFailedError
 from async_rl.extensions.code_rewards.program import UNUSABLE_EXIT
 from async_rl.extensions.code_rewards.sandbox import Program, Sandbox
+from async_rl.launch.checks.start import Start
+from async_rl.launch.checks.table import CHECKS
 from async_rl.process.sandbox import client
 from async_rl.process.sandbox.client import LauncherLostError, Ran
 from async_rl.process.sandbox.limits import Limits

@@ -9,8 +9,8 @@ import pytest
 
 from async_rl.cli.main import main
 from async_rl.config.loading import config_to_toml
-from tests.checks.made import made
 from tests.extensions.offline.offline_run import offline_config
+from tests.launch.checks.made import made
 from tests.learner.tiny import add_token
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from async_rl.checks.start import Start
-from async_rl.checks.table import CHECKS
 from async_rl.config.config import Config
 from async_rl.config.loading import parse_config
+from async_rl.launch.checks.start import Start
+from async_rl.launch.checks.table import CHECKS
 from async_rl.learner.checkpoints.mirror import mirror_of
 from tests.packages import install
 

@@ -12,8 +12,8 @@ import torch
 import torch._dynamo
 from torch import nn
 
-from async_rl.checks.machine import check_compiler
 from async_rl.errors import ConfigError, ModelError
+from async_rl.launch.checks.machine import check_compiler
 from async_rl.learner.engine import compilation
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.ranks import init_ranks

@@ -11,10 +11,10 @@ import numpy as np
 import own_advantage
 import pytest
 
-from async_rl.checks.user_code_trial import _error_of_loss
 from async_rl.config.config import Config
 from async_rl.config.loading import parse_config
 from async_rl.errors import ConfigError, OwnCodeError
+from async_rl.launch.checks.user_code_trial import _error_of_loss
 from async_rl.learner.data.batch import PreparedBatch
 from async_rl.learner.losses.advantages import with_advantages
 from async_rl.learner.losses.own_advantage import AdvantageInputs, OwnAdvantage, load_own_advantage

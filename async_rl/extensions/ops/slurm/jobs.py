@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
-from async_rl.checks.settings import check_ranks
 from async_rl.config.config import Config
 from async_rl.config.generator import has_model
 from async_rl.config.loading import machine_overrides
 from async_rl.errors import ConfigError, RunError
+from async_rl.launch.checks.settings import check_ranks
 
 LEARNER, GENERATORS = "learner.sbatch", "generators.sbatch"
 SIGNAL_MARGIN_S = 30

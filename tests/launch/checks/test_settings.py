@@ -1,0 +1,82 @@
+"""What would stop a learner after it has loaded its model, or let it wait for ever, is refused before it starts."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_rl.errors import ConfigError, UserError
+from async_rl.launch.checks.settings import check_division, check_offloading, check_ranks
+from async_rl.launch.checks.table import CHECKS, problems_of_config
+from tests.learner.tiny import tiny_config, tiny_model
+
+
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        (
+            {"tensor": 2},
+            "parallel.tensor: expected a divisor of the model's num_attention_heads, 3, got 2: 3 / 2 = 1.5",
+        ),
+        ({"tensor": 3}, ""),
+        ({"pipeline": 3}, "parallel.pipeline: expected at most 2 stages, one for each decoder layer"),
+    ],
+)
+@pytest.mark.parametrize("key", ["model", "critic"])
+def test_a_model_that_can_t_be_divided_is_refused_by_its_config_file(
+    tmp_path: Path, parallel: dict[str, int], message: str, key: str
+):
+    tiny_model(tmp_path / "three", num_attention_heads=3, num_key_value_heads=3, hidden_size=12)
+    tiny_model(tmp_path / "six", num_attention_heads=6, num_key_value_heads=6, hidden_size=12, num_hidden_layers=3)
+    critic: Any = {"loss": {"preset": "ppo"}, "critic": {"path": str(tmp_path / "three")}} if key == "critic" else {}
+    config = tiny_config(tmp_path, "six" if critic else "three", parallel=parallel, **critic)
+    if not message:
+        check_division(config)
+        return
+    with pytest.raises(UserError, match=message):
+        check_division(config)
+
+
+def test_experts_that_can_t_be_divided_are_refused_by_the_config_file(tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"text_config": {"num_local_experts": 6, "num_attention_heads": 8}}')
+    for key in ("tensor", "experts"):
+        config = tiny_config(tmp_path, "", parallel={key: 4})
+        with pytest.raises(UserError, match=rf"parallel.{key}: expected a divisor of the experts of a layer, 6, got 4"):
+            check_division(config)
+
+
+def test_offloading_is_refused_where_the_learner_is_on_the_cpu_anyway(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    check_offloading(tiny_config(Path(), "m"))
+    with pytest.raises(ConfigError, match=r'learner.offload: expected "none" for a learner on the CPU, got "all"'):
+        check_offloading(tiny_config(Path(), "m", learner={"offload": "all"}))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    only_reference = {"learner": {"offload": "reference"}}
+    with pytest.raises(ConfigError, match="expected a reference model of its own, got none"):
+        check_offloading(tiny_config(Path(), "m", **only_reference))
+    check_offloading(tiny_config(Path(), "m", **only_reference, loss={"kl_coef": 0.1}))
+
+
+def test_a_learner_that_samples_alone_must_begin_the_groups_of_a_step():
+    def alone(num_groups: int, **sections: Any) -> None:
+        learner = {"generate": True, "generate_groups": num_groups, "groups_per_step": 8}
+        check_ranks(tiny_config(Path(), "m", **{"learner": learner, "generator": {"count": 0}} | sections), 2)
+
+    alone(4)
+    with pytest.raises(
+        ConfigError, match=r"learner.generate_groups: expected at least 4 .* because 2 ranks .* got 3; "
+    ):
+        alone(3)
+    alone(3, generator={"count": 1})
+    alone(3, queue={"address": "tcp://127.0.0.1:5555"})
+
+
+def test_the_config_alone_says_what_no_machine_can_start():
+    config = tiny_config(Path(), "m", parallel={"tensor": 2})
+    (problem,) = problems_of_config(config)
+    assert problem.startswith("parallel: expected a number of ranks that is a multiple of tensor 2 = 2, got 1; ")
+    assert problems_of_config(tiny_config(Path(), "m", parallel={"tensor": 2}, learner={"nproc": 2})) == []
+
+
+def test_every_check_has_a_name_of_its_own():
+    assert len({check.name for check in CHECKS}) == len(CHECKS)

@@ -1,0 +1,139 @@
+"""Questions wait for their scorer, outlive its death, and are answered by the run's model only."""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import closing
+
+import numpy as np
+import pytest
+
+from async_rl.errors import AddressError, RewardError
+from async_rl.net import link
+from async_rl.scorer.client import client as client_module
+from async_rl.scorer.client.messages import Received
+from async_rl.scorer.client.scorer_client import ScorerClient
+from async_rl.scorer.questions import Question, WaitingQuestions
+from async_rl.scorer.server import Scored
+from tests.scorer.client.scripted import Dies, RunningScorer, ScriptedModel, free_address, length_of_text
+
+LIMIT_S = 20.0
+
+
+def score_of(future: Future[tuple[np.ndarray, ...]]) -> float:
+    (scores,) = future.result(timeout=LIMIT_S)
+    return float(scores[0])
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_a_question_waits_for_its_scorer_and_says_so(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(link, "LOST_AFTER_S", 0.01)
+    monkeypatch.setattr(client_module, "_LOOK_S", 0.02)
+    address = free_address()
+    with closing(ScorerClient("judge", address)) as client:
+        future = client.score([], "four")
+        wait_until(lambda: "nothing listens" in client.trouble)
+        assert "the scorer judge" in client.trouble
+        assert client.num_waiting == 1
+        with RunningScorer(address, ScriptedModel()):
+            assert score_of(future) == 4.0
+            wait_until(lambda: client.num_waiting == 0 and not client.trouble)
+
+
+def test_a_question_that_a_scorer_took_with_it_is_asked_again():
+    def die(_: Received) -> tuple[np.ndarray, ...]:
+        raise Dies
+
+    address = free_address()
+    with closing(ScorerClient("judge", address)) as client:
+        first = RunningScorer(address, ScriptedModel(die))
+        futures = [client.score([], "a" * length) for length in (1, 2, 3)]
+        first.join()
+        assert not any(future.done() for future in futures)
+        with RunningScorer(address, ScriptedModel()):
+            assert [score_of(future) for future in futures] == [1.0, 2.0, 3.0]
+
+
+def test_questions_that_arrive_during_a_batch_form_the_next_one(monkeypatch: pytest.MonkeyPatch):
+    arrived, admit = threading.Semaphore(0), WaitingQuestions.admit
+
+    def admit_and_count(questions: WaitingQuestions, question: Question) -> str:
+        refusal = admit(questions, question)
+        arrived.release()
+        return refusal
+
+    def score_when_all_have_arrived(received: Received) -> Scored:
+        if len(model.batches) == 1 and not all_arrived:
+            all_arrived.extend(arrived.acquire(timeout=60) for _ in range(50))
+        return length_of_text(received)
+
+    monkeypatch.setattr(WaitingQuestions, "admit", admit_and_count)
+    all_arrived: list[bool] = []
+    model, address = ScriptedModel(score_when_all_have_arrived), free_address()
+    with closing(ScorerClient("judge", address)) as client:
+        futures = [client.score([], "a" * length) for length in range(50)]  # before there is a scorer
+        with RunningScorer(address, model):
+            assert [score_of(future) for future in futures] == list(range(50))
+    assert all(all_arrived)
+    assert sum(model.batches) == 50
+    assert len(model.batches) <= 2  # the second has all that came while the first was computed
+
+
+def test_a_scorer_with_another_model_counts_as_away(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(client_module, "_ASK_AGAIN_S", 0.05)
+    address = free_address()
+    with closing(ScorerClient("judge", address)) as client:
+        with RunningScorer(address, ScriptedModel(digest="first")):
+            assert score_of(client.score([], "one")) == 3.0
+        with RunningScorer(address, ScriptedModel(digest="second")):
+            future = client.score([], "four")
+            wait_until(lambda: "expected the digest first, got second" in client.trouble)
+        assert not future.done()
+        with RunningScorer(address, ScriptedModel(digest="first")):
+            assert score_of(future) == 4.0
+
+
+@pytest.mark.parametrize("kind", ["digest", "vocabulary"])
+def test_the_digests_that_the_config_or_the_model_demand_are_checked_from_the_start(kind: str):
+    address = free_address()
+    digest, vocabulary = ("other", None) if kind == "digest" else (None, "other")
+    client = ScorerClient("judge", address, digest=digest, vocabulary=vocabulary)
+    with closing(client), RunningScorer(address, ScriptedModel()):
+        future = client.score([], "four")
+        wait_until(lambda: f"another {'model' if digest else 'vocabulary'}" in client.trouble)
+        assert not future.done()
+
+
+def test_what_a_scorer_cant_answer_fails_alone():
+    def score(received: Received) -> tuple[np.ndarray, ...] | str:
+        return "too long" if len(received.message.text) > 3 else (np.ones(1, np.float32),)
+
+    address = free_address()
+    with closing(ScorerClient("judge", address)) as client, RunningScorer(address, ScriptedModel(score)):
+        short, long = client.score([], "one"), client.score([], "three")
+        assert score_of(short) == 1.0
+        with pytest.raises(RewardError, match="the scorer judge: too long"):
+            score_of(long)
+
+
+def test_a_client_that_closes_fails_what_waits_and_what_comes_later():
+    client = ScorerClient("judge", free_address())
+    before = client.score([], "one")
+    client.close()
+    client.close()
+    for future in (before, client.score([], "two")):
+        with pytest.raises(RewardError, match="a generator that ends"):
+            score_of(future)
+
+
+def test_an_address_in_use_is_a_mistake_of_the_user():
+    address = free_address()
+    with RunningScorer(address, ScriptedModel()), pytest.raises(AddressError, match="choose another port"):
+        RunningScorer(address, ScriptedModel())
