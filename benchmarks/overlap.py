@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import transformers
 
-from async_rl.run.step_log import read_rows
+from async_rl.run.records.step_log import read_rows
 from benchmarks.timed import TimedResult, measure_timed
 
 ROOT = Path(__file__).resolve().parent.parent

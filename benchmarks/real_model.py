@@ -34,7 +34,7 @@ from async_rl.extensions.quickstart.instructions import is_followed
 from async_rl.extensions.quickstart.prepare import make_task
 from async_rl.extensions.quickstart.tasks import SMOLLM2
 from async_rl.process.child import module_command
-from async_rl.run.step_log import read_rows
+from async_rl.run.records.step_log import read_rows
 
 NAMES = {"async": "async-rl", "trl": "TRL GRPOTrainer"}
 

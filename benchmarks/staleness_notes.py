@@ -1,5 +1,5 @@
-"""Whether a run of the staleness study is named by a note before it breaks (``async_rl.run.health``), and which notes
-are false.
+"""Whether a run of the staleness study is named by a note before it breaks (``async_rl.run.figures.health``), and which
+notes are false.
 
 Accuracy is that of a step's sampled answers, a mean of three steps. A run *breaks* if it falls below a third of its
 best, and the fall begins at the last step before that at which it still had two thirds. A run is *healthy* if its
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import mean, median
 
-from async_rl.run.step_log import Row
+from async_rl.run.records.step_log import Row
 from benchmarks.staleness_grid import Cell
 
 SMOOTH, BREAK, FALL, NEAR = 3, 1 / 3, 2 / 3, 0.95

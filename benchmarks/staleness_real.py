@@ -36,8 +36,8 @@ from async_rl.extensions.quickstart import sums
 from async_rl.extensions.quickstart.instructions import NUMBERS, SUBJECTS, TEXTS, WORDS
 from async_rl.extensions.quickstart.prepare import make_task, run_command
 from async_rl.extensions.quickstart.tasks import SMOLLM2, SUMS
-from async_rl.run.health import Health
-from async_rl.run.step_log import Row, read_rows
+from async_rl.run.figures.health import Health
+from async_rl.run.records.step_log import Row, read_rows
 from benchmarks.staleness_grid import Cell, Grid
 from benchmarks.staleness_notes import notes_report
 from benchmarks.staleness_tables import report

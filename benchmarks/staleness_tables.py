@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise, product
 from statistics import mean, stdev
 
-from async_rl.run.step_log import Row
+from async_rl.run.records.step_log import Row
 from benchmarks.staleness_grid import Cell, Question
 
 _T = {

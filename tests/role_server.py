@@ -41,7 +41,7 @@ PRELOADED = (
     "async_rl.cli.main",
     "async_rl.launch.checks.parity",
     "async_rl.launch.checks.table",
-    "async_rl.evaluation.offline",
+    "async_rl.extensions.insight.evaluation.offline",
     "async_rl.extensions.offline.tasks",
     "async_rl.generator.hf.backend",
     "async_rl.generator.start.worker",

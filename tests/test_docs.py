@@ -21,7 +21,7 @@ from async_rl.learner.losses.own_trial import load_own_loss
 from async_rl.process.user_code import load_code
 from async_rl.rewards.functions import FunctionReward
 from async_rl.rewards.records import RewardInput, RewardOutput
-from async_rl.run.metric_table import EVAL_FIGURES, METRIC_KEYS
+from async_rl.run.records.metric_table import EVAL_FIGURES, METRIC_KEYS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE = (DOCS / "algorithms.md").read_text(encoding="utf-8")

@@ -28,7 +28,7 @@ LIGHT = (
     "registry", "extensions.insight", "extensions.ops.commands", "extensions.ops.slurm",
     "extensions.ops.sinks.check", "extensions.ops.mirror", "errors", "attention_limits", "sampling_mask", "routes",
     "records", "config", "net", "process", "run", "rewards", "environments", "data", "queue",
-    "launch", "cli", "api", "launch.checks.doctor", "launch.checks.table", "evaluation.table", "learner.memory_plan",
+    "launch", "cli", "api", "launch.checks.doctor", "launch.checks.table", "learner.memory_plan",
     "extensions.quickstart", "extensions.offline.commands", "extensions.code_rewards",
     "generator.start", "generator.backend", "generator.conformance", "generator.parity",
     "generator.fake", "generator.rollouts", "generator.teachers", "generator.offline", "generator.environment_rollouts",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.run.health import CAUSES
+from async_rl.run.figures.health import CAUSES
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")

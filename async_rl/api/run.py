@@ -18,10 +18,10 @@ from async_rl.errors import RunError
 from async_rl.launch.status import status_of_run
 from async_rl.launch.summary import summary
 from async_rl.registry import load, our_offers
-from async_rl.run.curve import write_curve
 from async_rl.run.directory import RunDir, step_files
-from async_rl.run.progress import is_step_row
-from async_rl.run.step_log import Row, eval_figures, iter_metrics, last_step
+from async_rl.run.figures.curve import write_curve
+from async_rl.run.figures.progress import is_step_row
+from async_rl.run.records.step_log import Row, eval_figures, iter_metrics, last_step
 from async_rl.terminal import visible
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from async_rl.data.vocabulary import special_ids
-from async_rl.run.eval_records import Decode
+from async_rl.run.records.eval_records import Decode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

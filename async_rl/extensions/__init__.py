@@ -34,6 +34,7 @@ OFFERS: Mapping[str, Mapping[str, str]] = {
         "compare": "async_rl.extensions.insight.commands:compare_command",
         "sweep": "async_rl.extensions.insight.commands:sweep_command",
         "plan": "async_rl.extensions.insight.commands:plan_command",
+        "eval": "async_rl.extensions.insight.evaluation.commands:eval_command",
         "verifier": "async_rl.extensions.code_rewards.commands:verifier_command",
     },
     "async_rl.pages": {"report": "async_rl.extensions.insight.report.report:write_report"},

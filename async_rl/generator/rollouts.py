@@ -45,7 +45,7 @@ from async_rl.records import (
     row_fields,
 )
 from async_rl.rewards.records import CountingReward, GroupReward, RewardInput, RewardOutput, WaitingReward, score_group
-from async_rl.run.eval_records import Decode
+from async_rl.run.records.eval_records import Decode
 
 Encode = Callable[[Sequence[Mapping[str, str]]], np.ndarray]
 

@@ -1,7 +1,7 @@
 """``async-rl follow``: feeds the sinks of a run, draws its curve and mirrors it, from the files in its directory.
 
-Whoever starts a run starts this process too, and lends it the lock of the run directory (``run/follower.py``). Started
-by hand, it follows a run that has ended. Each sink has a thread of its own, and so has the mirror.
+Whoever starts a run starts this process too, and lends it the lock of the run directory (``follower`` of ``run``).
+Started by hand, it follows a run that has ended. Each sink has a thread of its own, and so has the mirror.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 from async_rl.config.loading import load_run_config
 from async_rl.errors import ConfigError, RunError
 from async_rl.learner.checkpoints.mirror import mirror_of
-from async_rl.run.curve import CurveUpdater
 from async_rl.run.directory import RunDir, write_atomically
-from async_rl.run.feeds import LOOK_S, Sinks
-from async_rl.run.follower import FAILED, INCOMPLETE, has_begun
+from async_rl.run.figures.curve import CurveUpdater
+from async_rl.run.following.feeds import LOOK_S, Sinks
+from async_rl.run.following.follower import FAILED, INCOMPLETE, has_begun
+from async_rl.run.following.sinks import check_sinks
 from async_rl.run.lock import RunLock, acquire
-from async_rl.run.sinks import check_sinks
 
 
 def follow(

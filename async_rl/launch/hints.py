@@ -14,9 +14,9 @@ from typing import Any
 
 from async_rl.errors import RunError
 from async_rl.run.directory import RunDir, checkpoint_name
-from async_rl.run.health import Health
-from async_rl.run.progress import is_step_row
-from async_rl.run.step_log import Row, eval_figures
+from async_rl.run.figures.health import Health
+from async_rl.run.figures.progress import is_step_row
+from async_rl.run.records.step_log import Row, eval_figures
 
 _STEPS = 5
 _MIN_STEPS = 3

@@ -39,10 +39,10 @@ from async_rl.output import Progress, can_redraw, in_notebook, new_console, prin
 from async_rl.process.child import DEVICES_ARE_DEALT, module_command, package_path
 from async_rl.process.user_code import changed_code, stored_digests
 from async_rl.run.directory import RunDir
-from async_rl.run.follower import followed
+from async_rl.run.following.follower import followed
 from async_rl.run.lock import RunLock, locked_run_dir
+from async_rl.run.records.step_log import last_step
 from async_rl.run.reuse import check_run_dir, has_ended
-from async_rl.run.step_log import last_step
 from async_rl.terminal import visible
 
 _CHECKING = "checking data, model and address"

@@ -28,8 +28,7 @@ from async_rl.launch.supervisor import ProcessStatus
 from async_rl.net.keys import ClientKeys
 from async_rl.output import in_notebook
 from async_rl.run.directory import RunDir
-from async_rl.run.notes import NotesTail
-from async_rl.run.progress import (
+from async_rl.run.figures.progress import (
     RunProgress,
     duration,
     eval_lines,
@@ -38,7 +37,8 @@ from async_rl.run.progress import (
     step_line,
     who_waits,
 )
-from async_rl.run.step_log import Row, StepLogTail
+from async_rl.run.notes import NotesTail
+from async_rl.run.records.step_log import Row, StepLogTail
 from async_rl.terminal import visible, visible_values
 
 POLL_S = 1.0

@@ -9,7 +9,7 @@ import math
 
 from async_rl.config.config import Config
 from async_rl.run.directory import RunDir
-from async_rl.run.starts import read_origin
+from async_rl.run.records.starts import read_origin
 
 
 def planned_steps(config: Config, most_prompts: float, run_dir: RunDir) -> int:

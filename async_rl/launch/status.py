@@ -24,10 +24,10 @@ from async_rl.process.child import is_alive
 from async_rl.queue.messages import DOCTOR
 from async_rl.run.config_changes import read_changes
 from async_rl.run.directory import RunDir
+from async_rl.run.figures.progress import ETA_STEPS, is_step_row, step_figures, who_waits
 from async_rl.run.lock import holder_of
-from async_rl.run.progress import ETA_STEPS, is_step_row, step_figures, who_waits
 from async_rl.run.queue_files import QueueRecord, read_record
-from async_rl.run.step_log import last_step, newest_metrics
+from async_rl.run.records.step_log import last_step, newest_metrics
 from async_rl.terminal import visible, visible_values
 
 _LABELS = {

@@ -10,8 +10,8 @@ from typing import Any
 from async_rl.config.config import Config
 from async_rl.launch.hints import Hints, best_lines
 from async_rl.run.directory import RunDir
-from async_rl.run.progress import duration, eval_accuracies
-from async_rl.run.step_log import Row, iter_metrics, last_step
+from async_rl.run.figures.progress import duration, eval_accuracies
+from async_rl.run.records.step_log import Row, iter_metrics, last_step
 
 _MOSTLY_FILTERED = 0.75
 """Share of filtered groups from which on the summary says so."""

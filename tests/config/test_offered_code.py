@@ -12,11 +12,11 @@ from async_rl.api.inputs import read_inputs
 from async_rl.config.config import Config
 from async_rl.config.loading import config_from_toml, config_to_toml, load_config
 from async_rl.errors import ConfigError, ExtensionError
-from async_rl.evaluation.offline import eval_settings
+from async_rl.extensions.insight.evaluation.offline import eval_settings
 from async_rl.process.user_code import code_digests
 from async_rl.rewards.records import RewardInput
 from async_rl.rewards.registry import build_reward
-from tests.evaluation.options import eval_options
+from tests.extensions.insight.evaluation.options import eval_options
 from tests.packages import install
 
 SOURCE = """

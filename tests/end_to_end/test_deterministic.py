@@ -44,7 +44,7 @@ from async_rl.queue.core.admission import lease_seed, train_sampling
 from async_rl.queue.core.prompts import PromptStream
 from async_rl.records import Lease, Prompt, Rollout
 from async_rl.rewards.registry import build_reward
-from async_rl.run.eval_records import answer_record
+from async_rl.run.records.eval_records import answer_record
 from tests.end_to_end.conftest import Network
 from tests.end_to_end.harness import ROOT, check_ledger, metrics, queue_address, roles, steps, wait_until, write_config
 from tests.end_to_end.tiny import tiny_config

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.run.metric_table import METRIC_KEYS
+from async_rl.run.records.metric_table import METRIC_KEYS
 from tests.end_to_end.harness import check_ledger, metrics, roles, steps, write_config
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
 from tests.learner.loop.test_profiling import ranges

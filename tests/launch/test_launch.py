@@ -47,10 +47,10 @@ from async_rl.launch.supervisor import Command, Death, Outcome, ProcessStatus, S
 from async_rl.process.child import DEVICES_ARE_DEALT, PACKAGE_ROOT, PACKAGE_SOURCES, ParentWatch
 from async_rl.process.user_code import write_digests
 from async_rl.run.directory import RunDir
+from async_rl.run.figures.progress import RunProgress, duration, eval_accuracies, eval_lines, step_line
 from async_rl.run.lock import RunLock, acquire
-from async_rl.run.progress import RunProgress, duration, eval_accuracies, eval_lines, step_line
+from async_rl.run.records.step_log import StepLogTail
 from async_rl.run.reuse import prepare_run_dir
-from async_rl.run.step_log import StepLogTail
 
 DEADLINE_S = 60.0
 FAST = Timing(poll_s=0.02, queue_start_s=20.0, backoff_s=0.02, max_backoff_s=0.1, finish_s=0.3, grace_s=5.0)

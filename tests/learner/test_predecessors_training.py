@@ -24,7 +24,7 @@ from async_rl.errors import ConfigError
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.ranks import init_ranks
 from async_rl.records import Group, Lease, Rollout, TokenSequence
-from async_rl.run.step_log import read_rows
+from async_rl.run.records.step_log import read_rows
 from tests.config.predecessors import FEATURES, alternatives
 from tests.learner.loop.test_trainer import Run, make_run
 from tests.learner.tiny import tiny_model

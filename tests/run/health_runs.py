@@ -1,4 +1,4 @@
-"""Healthy and sick runs, by which the limits of ``async_rl/run/health.py`` were set, and their rows in the tests.
+"""Healthy and sick runs, by which the limits of ``run/figures/health.py`` were set, and their rows in the tests.
 
 ``python -m tests.run.health_runs DIRECTORY [NAME ...]`` makes the named runs, or all, one after the other, in the
 checkout: on two free cores about half a minute each. It writes their figures to ``tests/data/health_runs.json``. The
@@ -20,9 +20,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from async_rl.run.health import KEYS
-from async_rl.run.progress import eval_accuracies, is_step_row
-from async_rl.run.step_log import Row, read_rows
+from async_rl.run.figures.health import KEYS
+from async_rl.run.figures.progress import eval_accuracies, is_step_row
+from async_rl.run.records.step_log import Row, read_rows
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DATA = ROOT / "tests" / "data" / "health_runs.json"

@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from async_rl.run.metric_table import METRIC_KEYS
+from async_rl.run.records.metric_table import METRIC_KEYS
 
 _METRIC = re.compile(r"[a-z_]+(/[\w*]+)+")
 

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from async_rl.errors import RunError
-from async_rl.evaluation.table import compare
+from async_rl.extensions.insight.evaluation.table import compare
 from async_rl.launch.status import status_of_run, status_tables
 from async_rl.run.config_changes import read_changes
 from async_rl.run.directory import RunDir
 from async_rl.run.lock import acquire
 from async_rl.run.queue_files import read_record
-from async_rl.run.starts import read_origin
-from async_rl.run.step_log import StepLogTail, read_metrics
+from async_rl.run.records.starts import read_origin
+from async_rl.run.records.step_log import StepLogTail, read_metrics
 
 DEEP = "[" * 100_000
 GROUPS = {"trained": 1, "filtered": 0, "dropped": {"stale": 1}}

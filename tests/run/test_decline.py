@@ -8,7 +8,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.run.decline import Decline, Fall
+from async_rl.run.figures.decline import Decline, Fall
 
 
 def first_fall(accuracies: list[float]) -> Fall | None:

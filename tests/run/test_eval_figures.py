@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from async_rl.config.config import Config
 from async_rl.records import NO_VERSION, FinishReason, Group, Prompt, Rollout, TokenSequence, Turn
 from async_rl.rewards.answers import majority, vote_key_of
-from async_rl.run.eval_records import eval_figures, eval_metrics, pass_at_k
-from async_rl.run.metric_table import EVAL_FIGURES, METRIC_KEYS
+from async_rl.run.records.eval_records import eval_figures, eval_metrics, pass_at_k
+from async_rl.run.records.metric_table import EVAL_FIGURES, METRIC_KEYS
 from latex_answers import canonical_form
 
 

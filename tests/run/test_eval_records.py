@@ -10,7 +10,7 @@ import pytest
 
 from async_rl.errors import LineageError
 from async_rl.records import NO_VERSION, FinishReason, Group, Prompt, Rollout, TokenSequence
-from async_rl.run.eval_records import answer_record, append_json_lines, row_records, write_json_lines
+from async_rl.run.records.eval_records import answer_record, append_json_lines, row_records, write_json_lines
 
 PROMPT = Prompt(3, 5, 0, ({"role": "user", "content": "1+1"},), {"gt_answer": "2"})
 

@@ -17,14 +17,14 @@ import pytest
 from async_rl.cli.main import main
 from async_rl.config.loading import config_from_toml, config_to_toml, parse_config
 from async_rl.errors import ConfigError
-from async_rl.run import feeds
 from async_rl.run.directory import RunDir
-from async_rl.run.feeds import Sinks
-from async_rl.run.follower import followed
+from async_rl.run.following import feeds
+from async_rl.run.following.feeds import Sinks
+from async_rl.run.following.follower import followed
+from async_rl.run.following.sinks import Sink, check_sinks, samples_table
 from async_rl.run.lock import acquire
-from async_rl.run.metrics import MetricsWriter
-from async_rl.run.sinks import Sink, check_sinks, samples_table
-from async_rl.run.step_log import StepLog, read_rows
+from async_rl.run.records.metrics import MetricsWriter
+from async_rl.run.records.step_log import StepLog, read_rows
 from tests.end_to_end.harness import wait_until
 from tests.packages import install
 from tests.run.test_metrics import a_config
@@ -151,7 +151,7 @@ def test_a_follower_that_is_killed_is_started_again_and_a_failed_run_is_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     offer_sink(tmp_path / "site", monkeypatch)
-    monkeypatch.setattr("async_rl.run.follower._RESTART_S", 0.1)
+    monkeypatch.setattr("async_rl.run.following.follower._RESTART_S", 0.1)
     run, said = RunDir(tmp_path / "run"), list[str]()
     run.path.mkdir()
     config = a_config(run.path, to=["csv"])

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from async_rl.run.health import CAUSES, KEYS, Health, Note
-from async_rl.run.progress import is_step_row
-from async_rl.run.step_log import Row
+from async_rl.run.figures.health import CAUSES, KEYS, Health, Note
+from async_rl.run.figures.progress import is_step_row
+from async_rl.run.records.step_log import Row
 from tests.run.health_runs import HEALTHY, SET_ON, SICK, load
 
 GOOD: dict[str, float] = {

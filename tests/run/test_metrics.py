@@ -12,9 +12,9 @@ import pytest
 
 from async_rl.config.config import Config
 from async_rl.config.loading import parse_config
-from async_rl.run.metric_table import markdown
-from async_rl.run.metrics import MetricsWriter
-from async_rl.run.step_log import read_rows
+from async_rl.run.records.metric_table import markdown
+from async_rl.run.records.metrics import MetricsWriter
+from async_rl.run.records.step_log import read_rows
 from tests.run.metric_keys import undeclared
 
 
@@ -101,7 +101,7 @@ def test_every_metric_that_the_source_writes_is_declared():
     found = {
         path.name: set(undeclared(path.read_text(encoding="utf-8"))) - {"kept/tokens", "text/plain"} for path in sources
     }
-    assert {name: keys for name, keys in found.items() if keys} == {}, "declare them in async_rl/run/metric_table.py"
+    assert {name: keys for name, keys in found.items() if keys} == {}, "declare them in run/records/metric_table.py"
 
 
 @pytest.mark.parametrize(
@@ -120,4 +120,4 @@ def test_a_metric_that_nothing_declares_is_found(source: str, found: list[str]):
 
 def test_the_page_of_all_metrics_is_current():
     page = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
-    assert page == markdown(), "write it again: python -m async_rl.run.metric_table > docs/metrics.md"
+    assert page == markdown(), "write it again: python -m async_rl.run.records.metric_table > docs/metrics.md"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from async_rl.run.progress import StepLines, who_waits
+from async_rl.run.figures.progress import StepLines, who_waits
 
 
 def test_a_learner_logs_a_line_for_each_step_and_none_for_an_evaluation(caplog: pytest.LogCaptureFixture):

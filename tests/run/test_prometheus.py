@@ -17,10 +17,10 @@ import pytest
 from async_rl.errors import ConfigError
 from async_rl.queue.core.ledger import Ledger
 from async_rl.queue.messages import GeneratorStats, QueueStats
-from async_rl.run.metric_table import METRIC_KEYS
-from async_rl.run.metrics import MetricsWriter
-from async_rl.run.prometheus import METRICS, Endpoint, Role, check_prometheus
-from async_rl.run.sinks import check_sinks
+from async_rl.run.following.sinks import check_sinks
+from async_rl.run.records.metric_table import METRIC_KEYS
+from async_rl.run.records.metrics import MetricsWriter
+from async_rl.run.records.prometheus import METRICS, Endpoint, Role, check_prometheus
 from tests.run.test_metrics import a_config
 
 DASHBOARD = Path(__file__).resolve().parents[2] / "deploy" / "grafana" / "async_rl.json"

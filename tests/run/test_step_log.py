@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.run import step_log
 from async_rl.run.directory import RunDir
-from async_rl.run.starts import first_steps
-from async_rl.run.step_log import StepLog, StepLogTail, newest_metrics, read_rows
+from async_rl.run.records import step_log
+from async_rl.run.records.starts import first_steps
+from async_rl.run.records.step_log import StepLog, StepLogTail, newest_metrics, read_rows
 
 DAMAGED = (
     '{"step": 2, "loss": 0.5',

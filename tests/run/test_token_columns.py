@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from async_rl.errors import LineageError, RunError
-from async_rl.run.token_columns import PLACES, TokenTable, columns_path, read_token_columns, write_token_columns
+from async_rl.run.records.token_columns import PLACES, TokenTable, columns_path, read_token_columns, write_token_columns
 
 
 def a_table() -> TokenTable:

@@ -44,9 +44,9 @@ from async_rl.output import logged
 from async_rl.process.fault_points import fault_point
 from async_rl.process.stop import StopRequest
 from async_rl.run.directory import RunDir, write_atomically
-from async_rl.run.follower import followed
+from async_rl.run.following.follower import followed
+from async_rl.run.following.sinks import check_sinks
 from async_rl.run.lock import RunLock, acquire
-from async_rl.run.sinks import check_sinks
 
 logger = logging.getLogger(__name__)
 

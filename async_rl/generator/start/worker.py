@@ -55,8 +55,8 @@ from async_rl.queue.messages import GeneratorStats
 from async_rl.rewards.functions import MAX_CONCURRENT_CALLS
 from async_rl.rewards.math.verifier import MAX_CALLERS
 from async_rl.rewards.registry import RewardSum, build_reward
-from async_rl.run.eval_records import Decode
-from async_rl.run.prometheus import Endpoint
+from async_rl.run.records.eval_records import Decode
+from async_rl.run.records.prometheus import Endpoint
 
 if TYPE_CHECKING:
     from async_rl.weights.channel.receiver import Receiver

@@ -27,8 +27,8 @@ from async_rl.learner.checkpoints.mirror import mirror_of
 from async_rl.queue.core.prompts import PromptStream
 from async_rl.registry import find_offer, load
 from async_rl.run.directory import check_writable
+from async_rl.run.following.sinks import check_sinks
 from async_rl.run.reuse import check_run_dir, has_ended
-from async_rl.run.sinks import check_sinks
 
 logger = logging.getLogger(__name__)
 

@@ -37,8 +37,8 @@ from async_rl.learner.checkpoints.files import (
 from async_rl.learner.checkpoints.writer import commit_latest
 from async_rl.queue.core.persistence import snapshot_for_other_data
 from async_rl.run.directory import RunDir, write_atomically
+from async_rl.run.records.starts import read_origin
 from async_rl.run.reuse import starts_over
-from async_rl.run.starts import read_origin
 
 _PLACE_KEYS = (
     "run.seed", "environment", "data.train", "data.weights", "data.columns", "data.prompt_format", "data.shuffle",

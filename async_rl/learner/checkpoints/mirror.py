@@ -17,7 +17,7 @@ from async_rl.config.run import CheckpointConfig
 from async_rl.learner.checkpoints.files import STEP
 from async_rl.registry import find_offer, load
 from async_rl.run.directory import RunDir
-from async_rl.run.progress import duration
+from async_rl.run.figures.progress import duration
 
 
 class Mirror(Protocol):

@@ -19,7 +19,7 @@ from async_rl.process.package_versions import package_versions
 from async_rl.queue.core.persistence import snapshot_ledger
 from async_rl.run.config_changes import read_changes
 from async_rl.run.directory import RunDir
-from async_rl.run.step_log import Row, eval_figures, iter_metrics
+from async_rl.run.records.step_log import Row, eval_figures, iter_metrics
 from async_rl.terminal import visible
 
 CARD = "README.md"

@@ -18,7 +18,7 @@ from async_rl.learner.loop.recorder import WaitLog
 from async_rl.queue.client.clients import LearnerQueue
 from async_rl.queue.messages import EvalResult
 from async_rl.rewards.answers import vote_key_of
-from async_rl.run.eval_records import Decode, eval_metrics, row_records, write_json_lines
+from async_rl.run.records.eval_records import Decode, eval_metrics, row_records, write_json_lines
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ import numpy as np
 from async_rl.learner.data.batch import PreparedBatch
 from async_rl.learner.interface import UpdateStats
 from async_rl.learner.sequences import TrainSequence
-from async_rl.run.eval_records import Decode, answer_record, write_json_lines
+from async_rl.run.records.eval_records import Decode, answer_record, write_json_lines
 
 MAX_FILES = 3
 """Most files of one run. The first steps say most about the cause, and a run may skip many."""

@@ -29,8 +29,8 @@ from async_rl.learner.loop.decode_times import decode_times
 from async_rl.learner.loop.publishing import WeightsSender
 from async_rl.learner.loop.step_result import StepResult, cut_metrics, device_metrics, queue_metrics
 from async_rl.queue.messages import GENERATOR_TOTALS, Acked, GeneratorStats, TakenGroup
-from async_rl.run.eval_records import Decode, answer_record, write_json_lines
-from async_rl.run.progress import duration
+from async_rl.run.figures.progress import duration
+from async_rl.run.records.eval_records import Decode, answer_record, write_json_lines
 
 logger = logging.getLogger(__name__)
 

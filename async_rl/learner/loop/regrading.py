@@ -20,7 +20,7 @@ from async_rl.queue.messages import TakenGroup
 from async_rl.records import Rollout, row_fields
 from async_rl.rewards.records import RewardInput
 from async_rl.rewards.registry import RewardSum
-from async_rl.run.eval_records import Decode
+from async_rl.run.records.eval_records import Decode
 
 MAX_WAITING = 64
 """Most groups that wait to be graded again. If the thread falls behind, further ones are left out."""

@@ -41,9 +41,9 @@ from async_rl.queue.messages import (
 )
 from async_rl.records import NO_VERSION, AgentSession, Group, Prompt, Rollout, Span, TokenSequence, Turn
 from async_rl.run.directory import RunDir
+from async_rl.run.records.step_log import Row, iter_rows
+from async_rl.run.records.token_columns import GIVEN, TokenTable, columns_path, read_token_columns
 from async_rl.run.reuse import shared_values
-from async_rl.run.step_log import Row, iter_rows
-from async_rl.run.token_columns import GIVEN, TokenTable, columns_path, read_token_columns
 
 FIXED = (
     "data.eval={}", "eval.sets={}", "weights.parity=off", "weights.sync_every=1", "learner.generate=false",

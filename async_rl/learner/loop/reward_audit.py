@@ -35,8 +35,8 @@ from async_rl.queue.client.clients import LearnerQueue
 from async_rl.queue.messages import Batch
 from async_rl.rewards.registry import build_reward
 from async_rl.run.directory import RunDir
-from async_rl.run.eval_records import Decode
 from async_rl.run.notes import tell
+from async_rl.run.records.eval_records import Decode
 
 logger = logging.getLogger(__name__)
 

@@ -24,8 +24,8 @@ from async_rl.learner.loop.step_result import StepResult, cause_of_tokens
 from async_rl.queue.messages import TakenGroup
 from async_rl.records import NO_VERSION, TokenSequence
 from async_rl.run.directory import RunDir
-from async_rl.run.eval_records import Decode
-from async_rl.run.token_columns import GIVEN, PLACES, TokenTable, columns_path, write_token_columns
+from async_rl.run.records.eval_records import Decode
+from async_rl.run.records.token_columns import GIVEN, PLACES, TokenTable, columns_path, write_token_columns
 
 _MAX_KNOWN = 50_000
 _BROKEN = "\ufffd"

@@ -54,14 +54,14 @@ from async_rl.queue.client.clients import LearnerQueue
 from async_rl.queue.server.start import QueueRestarter, ensure_queue, finish_queue
 from async_rl.run.config_changes import record_change
 from async_rl.run.directory import RunDir
-from async_rl.run.eval_records import Decode
-from async_rl.run.follower import followed
+from async_rl.run.figures.progress import StepLines
+from async_rl.run.following.follower import followed
+from async_rl.run.following.sinks import check_sinks
 from async_rl.run.lock import RunLock, locked_run_dir
-from async_rl.run.metrics import MetricsWriter
-from async_rl.run.progress import StepLines
+from async_rl.run.records.eval_records import Decode
+from async_rl.run.records.metrics import MetricsWriter
+from async_rl.run.records.step_log import Row, StepLog, read_rows
 from async_rl.run.reuse import check_run_dir, check_shared, has_ended, prepare_run_dir
-from async_rl.run.sinks import check_sinks
-from async_rl.run.step_log import Row, StepLog, read_rows
 from async_rl.weights.adapters import ADAPTER_BASE
 from async_rl.weights.channel.publisher import Publisher
 from async_rl.weights.channel.transports import choose_transport

@@ -61,9 +61,9 @@ from async_rl.queue.client.clients import LearnerQueue
 from async_rl.queue.messages import Acked, Batch, StepAck
 from async_rl.routes import RoutingShape
 from async_rl.run.directory import RunDir
-from async_rl.run.eval_records import Decode
-from async_rl.run.health import Health, Note
-from async_rl.run.step_log import Row, iter_rows
+from async_rl.run.figures.health import Health, Note
+from async_rl.run.records.eval_records import Decode
+from async_rl.run.records.step_log import Row, iter_rows
 
 logger = logging.getLogger(__name__)
 

@@ -65,8 +65,8 @@ from async_rl.queue.server.settings import settings_of
 from async_rl.queue.server.sockets import Endpoint
 from async_rl.queue.storage.journal import Journal
 from async_rl.queue.storage.payloads import is_out_of_room
-from async_rl.run.prometheus import Endpoint as MetricsEndpoint
 from async_rl.run.queue_files import LEDGER_EVERY_S, RunFiles, last_port
+from async_rl.run.records.prometheus import Endpoint as MetricsEndpoint
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from async_rl.run.token_columns import PLACES, TokenTable, columns_path, write_token_columns
+from async_rl.run.records.token_columns import PLACES, TokenTable, columns_path, write_token_columns
 from tests.extensions.insight.runs import eval_row, step_row, write_run
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from async_rl.errors import LineageError, RunError, TrainingError
 from async_rl.learner.checkpoints.files import latest_checkpoint
-from async_rl.run.step_log import read_rows
+from async_rl.run.records.step_log import read_rows
 from tests.learner.loop.test_trainer import Killed, Run, ScriptedEngine, make_run
 
 

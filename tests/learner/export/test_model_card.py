@@ -14,7 +14,7 @@ from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.export.model import export_adapter, export_checkpoint
 from async_rl.learner.export.model_card import CARD, write_model_card
 from async_rl.learner.ranks import init_ranks
-from async_rl.run.step_log import read_metrics
+from async_rl.run.records.step_log import read_metrics
 from tests.learner.rank_layouts import layout_model
 from tests.learner.resumed_run import answered, build_run
 

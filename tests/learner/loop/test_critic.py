@@ -21,8 +21,8 @@ from async_rl.learner.loop.critic import check_critic_skipped, critic_metrics, t
 from async_rl.learner.loop.step_result import trained_counts
 from async_rl.learner.losses.value import critic_sequences, value_loss
 from async_rl.learner.sequences import TrainSequence
-from async_rl.run.metric_table import METRIC_KEYS
-from async_rl.run.step_log import read_rows
+from async_rl.run.records.metric_table import METRIC_KEYS
+from async_rl.run.records.step_log import read_rows
 from tests.learner.loop.test_trainer import ScriptedEngine, make_run
 from tests.learner.losses.test_advantages import prepare, rollout
 from tests.learner.model.test_value_model import classifier, plain_values

@@ -19,7 +19,7 @@ from async_rl.learner.loop.step_result import StepResult, step_result, trained_m
 from async_rl.learner.sequences import TrainSequence
 from async_rl.queue.messages import TakenGroup
 from async_rl.records import Group, Lease, Prompt
-from async_rl.run.step_log import read_rows
+from async_rl.run.records.step_log import read_rows
 from tests.examples import examples
 from tests.learner.loop.test_trainer import Run, ScriptedEngine, answered, make_run
 from tests.learner.losses.test_advantages import prepare, rollout

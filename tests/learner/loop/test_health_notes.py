@@ -15,7 +15,7 @@ from async_rl.learner.interface import UpdateStats
 from async_rl.learner.sequences import TrainSequence
 from async_rl.queue.core import persistence
 from async_rl.records import Group, Lease
-from async_rl.run.step_log import read_rows
+from async_rl.run.records.step_log import read_rows
 from tests.learner.loop.test_trainer import Killed, Run, ScriptedEngine, killed_in, make_run, retune
 from tests.queue.builders import group
 

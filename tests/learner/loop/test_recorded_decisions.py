@@ -18,7 +18,7 @@ from async_rl.learner.interface import UpdateStats
 from async_rl.learner.sequences import TrainSequence
 from async_rl.process import fault_points
 from async_rl.records import NO_VERSION, Group, Lease, Rollout, TokenSequence
-from async_rl.run.step_log import read_rows
+from async_rl.run.records.step_log import read_rows
 from tests.learner.loop.test_trainer import Killed, Run, ScriptedEngine, make_run
 from tests.queue.builders import group
 

@@ -23,8 +23,8 @@ from async_rl.learner.loop.start import LearnerContext, train_with
 from async_rl.learner.ranks import init_ranks
 from async_rl.records import Span, Turn
 from async_rl.run.directory import RunDir
+from async_rl.run.records.step_log import read_rows
 from async_rl.run.reuse import prepare_run_dir
-from async_rl.run.step_log import read_rows
 from tests.learner.data.test_batch import rollout, taken
 from tests.learner.loop.test_rollout_records import config, record
 from tests.learner.loop.test_trainer import Run, make_run

@@ -16,8 +16,8 @@ from async_rl.learner.loop.rollout_records import RolloutRecords, TokenTexts, re
 from async_rl.learner.loop.step_result import StepResult, step_result
 from async_rl.queue.messages import TakenGroup
 from async_rl.run.directory import RunDir
-from async_rl.run.step_log import StepLog, read_rows
-from async_rl.run.token_columns import columns_path, read_token_columns
+from async_rl.run.records.step_log import StepLog, read_rows
+from async_rl.run.records.token_columns import columns_path, read_token_columns
 from tests.learner.data.test_batch import rollout, taken
 
 LOG = {"rollouts_every": 2, "rollouts_groups": "all"}

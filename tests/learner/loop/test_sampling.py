@@ -15,7 +15,7 @@ from async_rl.learner.loop.step_result import StepResult, step_result
 from async_rl.learner.sampling import SamplingOrder, sampler_id
 from async_rl.queue.messages import TakenGroup
 from async_rl.records import Group, Lease
-from async_rl.run.step_log import read_rows
+from async_rl.run.records.step_log import read_rows
 from tests.generator.leases import make_lease
 from tests.learner.loop.direct_queue import DirectQueue
 from tests.learner.loop.test_trainer import ScriptedEngine, answered, make_run

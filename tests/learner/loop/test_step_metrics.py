@@ -23,7 +23,7 @@ from async_rl.learner.losses.diagnostics import diagnostic_sums
 from async_rl.learner.losses.policy import policy_loss
 from async_rl.queue.messages import TakenGroup
 from async_rl.records import AgentSession, Group, Prompt, Rollout, TokenSequence, Turn
-from async_rl.run.metric_table import METRIC_KEYS
+from async_rl.run.records.metric_table import METRIC_KEYS
 from tests.learner.losses.cases import of_ratios
 from tests.run.metric_keys import declared_key
 

@@ -36,7 +36,7 @@ from async_rl.queue.core.prompts import PromptStream
 from async_rl.queue.core.state import QueueState
 from async_rl.records import Group, Lease, TokenSequence
 from async_rl.run.directory import RunDir
-from async_rl.run.step_log import read_rows
+from async_rl.run.records.step_log import read_rows
 from tests.learner.loop.direct_queue import NUM_EVAL_ROWS, DirectQueue
 from tests.learner.saves_at_once import SavesAtOnce
 from tests.queue.builders import group, make_config, rows
@@ -192,7 +192,7 @@ class Run:
         finally:
             written.close()
         keys = {key for row in read_rows(self.path / "metrics.jsonl") for key in row}
-        assert [key for key in keys if declared_key(key) is None] == [], "declare them in async_rl/run/metric_table.py"
+        assert [key for key in keys if declared_key(key) is None] == [], "declare them in run/records/metric_table.py"
         return state
 
     def dies(self, wanted: str, at_step: int) -> None:

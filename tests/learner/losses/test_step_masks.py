@@ -21,7 +21,7 @@ from async_rl.learner.losses.policy import policy_loss
 from async_rl.learner.losses.rules import Verdict
 from async_rl.learner.losses.step_masks import JudgedStep, judge_step, left_out
 from async_rl.learner.sequences import TrainSequence
-from async_rl.run.step_log import read_rows
+from async_rl.run.records.step_log import read_rows
 from tests.examples import examples
 from tests.learner.loop.test_trainer import make_run
 from tests.learner.losses.cases import of_ratios, run

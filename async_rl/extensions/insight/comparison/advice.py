@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from async_rl.extensions.insight.comparison.comparable import differing_keys, why_incomparable
 from async_rl.extensions.insight.comparison.points import CLEARLY, ONE_RUN, Point, has_enough, mean_of_known, points_of
 from async_rl.extensions.insight.comparison.summary import RunSummary
-from async_rl.run.progress import MUCH_IDLE
+from async_rl.run.figures.progress import MUCH_IDLE
 
 PAYS = 1.05
 """A bound that is less than this factor faster than a lower bound does not pay."""

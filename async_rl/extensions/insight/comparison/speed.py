@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection, Sequence
 from statistics import fmean, stdev
 
-from async_rl.run.step_log import Row
+from async_rl.run.records.step_log import Row
 
 WARM_UP = 0.1
 """Share of a run's steps, at its beginning, that means over steps leave out."""

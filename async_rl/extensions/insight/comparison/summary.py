@@ -21,9 +21,9 @@ from async_rl.errors import RunError
 from async_rl.extensions.insight.comparison.speed import Startups, find_startups, relative_error, training_s, warm_steps
 from async_rl.run.config_changes import ConfigChange, read_changes
 from async_rl.run.directory import RunDir
-from async_rl.run.metric_table import SHOWN, weight_of
-from async_rl.run.starts import Origin, first_steps, read_origin
-from async_rl.run.step_log import Row, eval_figures, is_metrics_row, mean_of, read_rows
+from async_rl.run.records.metric_table import SHOWN, weight_of
+from async_rl.run.records.starts import Origin, first_steps, read_origin
+from async_rl.run.records.step_log import Row, eval_figures, is_metrics_row, mean_of, read_rows
 
 _LAG = re.compile(r"lag_(\d+)/tokens")
 LATE = ("stale", "cancelled", "too_slow")

@@ -17,7 +17,7 @@ from async_rl.config.loading import load_config
 from async_rl.errors import ConfigError
 from async_rl.extensions.insight.comparison.summary import summarise
 from async_rl.process.child import module_command, run_child
-from async_rl.run.progress import duration
+from async_rl.run.figures.progress import duration
 from async_rl.run.reuse import check_run_dir, has_ended
 
 _STDERR = 2

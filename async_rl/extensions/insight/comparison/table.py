@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from async_rl.evaluation.table import aligned, cell
 from async_rl.extensions.insight.comparison.advice import Advice
 from async_rl.extensions.insight.comparison.points import common_target, reached
 from async_rl.extensions.insight.comparison.summary import Evaluation, RunSummary
-from async_rl.run.metric_table import columns
+from async_rl.extensions.insight.evaluation.table import aligned, cell
+from async_rl.run.records.metric_table import columns
 
 _OLD_NAMES = {"overlap/efficiency": "overlap", "ratio/ess": "ess", "ratio/clip_fraction": "clip_fraction"}
 """Names in the JSON object of metrics that are not called by their keys there."""

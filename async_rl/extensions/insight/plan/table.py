@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.config.config import Config
-from async_rl.evaluation.table import aligned
 from async_rl.extensions.insight.comparison.advice import MUCH_LOST, PAYS
+from async_rl.extensions.insight.evaluation.table import aligned
 from async_rl.extensions.insight.plan.rates import Rates, find_rates
 from async_rl.extensions.insight.plan.simulation import Prediction, Setting, simulate
 from async_rl.output import size_text
-from async_rl.run.progress import MUCH_IDLE
+from async_rl.run.figures.progress import MUCH_IDLE
 
 _BOUNDS = (1, 2, 4, 8)
 """The staleness bounds of a plan for which the user names none, besides the lowest and the config's."""

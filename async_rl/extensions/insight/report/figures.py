@@ -21,12 +21,12 @@ from async_rl.extensions.insight.comparison.summary import lags, means_of
 from async_rl.launch.hints import Hints
 from async_rl.run.config_changes import read_changes
 from async_rl.run.directory import RunDir
+from async_rl.run.figures.progress import is_step_row, who_waits
 from async_rl.run.lock import holder_of
-from async_rl.run.metric_table import METRIC_KEYS, PANELS, SHOWN, curves, meaning, unit_of
-from async_rl.run.progress import is_step_row, who_waits
-from async_rl.run.starts import first_steps, read_origin
-from async_rl.run.step_log import Row, eval_figures, iter_metrics, mean_of
-from async_rl.run.thinning import thinned
+from async_rl.run.records.metric_table import METRIC_KEYS, PANELS, SHOWN, curves, meaning, unit_of
+from async_rl.run.records.starts import first_steps, read_origin
+from async_rl.run.records.step_log import Row, eval_figures, iter_metrics, mean_of
+from async_rl.run.records.thinning import thinned
 
 Plain = dict[str, Any]
 

@@ -20,7 +20,7 @@ from jinja2 import Environment, StrictUndefined
 from async_rl import __version__
 from async_rl.extensions.insight.report.figures import Plain, descriptions, panels
 from async_rl.launch.status import ledger_rows
-from async_rl.run.progress import duration
+from async_rl.run.figures.progress import duration
 from async_rl.terminal import visible_values
 
 _SECTIONS = {

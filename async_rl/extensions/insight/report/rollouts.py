@@ -22,8 +22,8 @@ from async_rl.errors import RunError
 from async_rl.extensions.insight.report.figures import Plain, short
 from async_rl.extensions.insight.report.page import blob, to_json
 from async_rl.run.directory import RunDir, step_files
-from async_rl.run.step_log import Row, iter_rows
-from async_rl.run.token_columns import TokenTable, columns_path, read_token_columns
+from async_rl.run.records.step_log import Row, iter_rows
+from async_rl.run.records.token_columns import TokenTable, columns_path, read_token_columns
 
 CHUNK_ROLLOUTS = 64
 """Rollouts of a chunk. Larger ones pack better, and take longer to open."""

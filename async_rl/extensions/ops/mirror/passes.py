@@ -19,8 +19,8 @@ from async_rl.extensions.ops.mirror.manifest import update_status
 from async_rl.extensions.ops.mirror.store import Store
 from async_rl.learner.checkpoints.mirror import Mirror, mirror_line, read_status, sign_of_life
 from async_rl.run.directory import RunDir
+from async_rl.run.figures.progress import duration
 from async_rl.run.notes import tell
-from async_rl.run.progress import duration
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from async_rl.run.sinks import Row, Settings, Sink, numbers
+from async_rl.run.following.sinks import Row, Settings, Sink, numbers
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 # By default MLflow tries for many minutes, while later rows wait.

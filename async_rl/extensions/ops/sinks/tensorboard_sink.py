@@ -17,7 +17,7 @@ from tensorboard.plugins.text.metadata import create_summary_metadata
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from tensorboard.util.tensor_util import make_tensor_proto
 
-from async_rl.run.sinks import Row, Settings, Sink, numbers
+from async_rl.run.following.sinks import Row, Settings, Sink, numbers
 
 
 class TensorBoard(Sink):

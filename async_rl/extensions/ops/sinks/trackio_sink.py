@@ -10,7 +10,7 @@ from typing import Any
 
 import trackio
 
-from async_rl.run.sinks import Row, Settings, Sink
+from async_rl.run.following.sinks import Row, Settings, Sink
 
 
 class Trackio(Sink):

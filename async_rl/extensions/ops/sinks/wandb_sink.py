@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from async_rl.run.sinks import Row, Settings, Sink
+from async_rl.run.following.sinks import Row, Settings, Sink
 
 # wandb's reports about itself go to the same server, and wait for it at the end, also in offline mode.
 os.environ.setdefault("WANDB_ERROR_REPORTING", "false")

@@ -19,11 +19,11 @@ import pytest
 from async_rl.config.loading import config_to_toml
 from async_rl.errors import ConfigError
 from async_rl.run.directory import RunDir
-from async_rl.run.eval_records import write_json_lines
-from async_rl.run.follower import followed
+from async_rl.run.following.follower import followed
+from async_rl.run.following.sinks import check_sinks
 from async_rl.run.lock import acquire
-from async_rl.run.metrics import MetricsWriter
-from async_rl.run.sinks import check_sinks
+from async_rl.run.records.eval_records import write_json_lines
+from async_rl.run.records.metrics import MetricsWriter
 from tests.extensions.ops.sinks.wandb_server import closed_url
 from tests.run.read_loggers import Rows, mlflow_rows, tensorboard_rows, trackio_rows, wandb_rows
 from tests.run.test_feeds import a_line, started, write_rows

@@ -11,9 +11,9 @@ import pytest
 
 from async_rl.config.loading import config_to_toml
 from async_rl.errors import ConfigError
-from async_rl.run import feeds
 from async_rl.run.directory import RunDir
-from async_rl.run.follower import followed
+from async_rl.run.following import feeds
+from async_rl.run.following.follower import followed
 from async_rl.run.lock import acquire
 from tests.extensions.ops.sinks.wandb_server import closed_url, wandb_server
 from tests.run.read_loggers import history

@@ -24,8 +24,8 @@ import xxhash
 from async_rl.config.config import Config
 from async_rl.errors import ConfigError
 from async_rl.run.directory import RunDir, write_atomically
-from async_rl.run.sinks import MAX_TABLE_ROWS, Settings, Sink, samples_table, sink_factory
-from async_rl.run.step_log import Row, StepLog, iter_rows, parse_row
+from async_rl.run.following.sinks import MAX_TABLE_ROWS, Settings, Sink, samples_table, sink_factory
+from async_rl.run.records.step_log import Row, StepLog, iter_rows, parse_row
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
-from async_rl.run.metric_table import SHOWN, SUBJECTS, curves
-from async_rl.run.step_log import Row, eval_figures, mean_of
+from async_rl.run.records.metric_table import SHOWN, SUBJECTS, curves
+from async_rl.run.records.step_log import Row, eval_figures, mean_of
 
 ETA_STEPS = 20
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from async_rl.errors import RunError
 from async_rl.run.directory import RunDir, is_figure, read_json
-from async_rl.run.step_log import eval_figures, read_metrics
+from async_rl.run.records.step_log import eval_figures, read_metrics
 
 FIGURES_FILE = "figures.json"
 """Name of the file that ``async-rl eval --out DIR`` writes. It is a JSON list of objects, each with

@@ -22,10 +22,10 @@ from async_rl.config.loading import load_run_config
 from async_rl.run.config_changes import read_changes
 from async_rl.run.directory import RunDir, replaced
 from async_rl.run.lock import RunLock
-from async_rl.run.metric_table import PANELS, SHOWN, curves, unit_of
-from async_rl.run.starts import first_steps
-from async_rl.run.step_log import Row, eval_figures, iter_metrics
-from async_rl.run.thinning import thinned
+from async_rl.run.records.metric_table import PANELS, SHOWN, curves, unit_of
+from async_rl.run.records.starts import first_steps
+from async_rl.run.records.step_log import Row, eval_figures, iter_metrics
+from async_rl.run.records.thinning import thinned
 from async_rl.terminal import visible
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from async_rl.errors import RunError
 from async_rl.run.directory import RunDir, read_json
-from async_rl.run.step_log import iter_rows
+from async_rl.run.records.step_log import iter_rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from async_rl.data.dataset import load_rows_of
 from async_rl.data.template import check_arguments
 from async_rl.data.turn_end import turn_ends
 from async_rl.errors import ConfigError, DataError, ModelError
-from async_rl.evaluation.table import FIGURES_FILE, Entry, eval_table
+from async_rl.extensions.insight.evaluation.table import FIGURES_FILE, Entry, eval_table
 from async_rl.generator.backend import Backend
 from async_rl.generator.offline import OfflineSamples, sample_offline
 from async_rl.generator.rollouts import Grader, Rollouts
@@ -45,12 +45,12 @@ from async_rl.queue.core.admission import eval_sampling, lease_seed
 from async_rl.records import Lease, Prompt
 from async_rl.rewards.answers import vote_key_of
 from async_rl.run.directory import RunDir, check_writable, write_atomically
-from async_rl.run.eval_records import Decode, append_json_lines, eval_figures, row_records
-from async_rl.run.follower import followed
+from async_rl.run.following.follower import followed
+from async_rl.run.following.sinks import check_sinks
 from async_rl.run.lock import acquire
-from async_rl.run.metric_table import EVAL_FIGURES
-from async_rl.run.sinks import check_sinks
-from async_rl.run.step_log import StepLog
+from async_rl.run.records.eval_records import Decode, append_json_lines, eval_figures, row_records
+from async_rl.run.records.metric_table import EVAL_FIGURES
+from async_rl.run.records.step_log import StepLog
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from async_rl.evaluation.offline import EvalOptions
+from async_rl.extensions.insight.evaluation.offline import EvalOptions
 
 
 def eval_options(

@@ -9,8 +9,14 @@ import pytest
 
 from async_rl.config.data import EvalSetConfig
 from async_rl.errors import AddressError, ConfigError, DataError
-from async_rl.evaluation.offline import EvalSettings, describe_settings, eval_settings, run_config_of, run_eval
-from tests.evaluation.options import eval_options
+from async_rl.extensions.insight.evaluation.offline import (
+    EvalSettings,
+    describe_settings,
+    eval_settings,
+    run_config_of,
+    run_eval,
+)
+from tests.extensions.insight.evaluation.options import eval_options
 
 RUN = """
 [run]

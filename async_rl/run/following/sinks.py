@@ -14,7 +14,7 @@ from typing import Any, TypedDict
 from async_rl.config.config import Config
 from async_rl.errors import ConfigError
 from async_rl.registry import find_offer, load, offers
-from async_rl.run.prometheus import check_prometheus
+from async_rl.run.records.prometheus import check_prometheus
 
 Row = Mapping[str, Any]
 

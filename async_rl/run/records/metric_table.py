@@ -431,7 +431,8 @@ The learner writes one JSON object for each step to `metrics.jsonl` in the run d
 With `log.to` they go to other tools too ([loggers.md](loggers.md)). Values that are not finite are null. `N` and names
 in `<>` stand for parts of a key that vary. [tuning.md](tuning.md#reading-the-metrics) says what to do about them.
 
-This page is generated from `async_rl/run/metric_table.py`: `python -m async_rl.run.metric_table > docs/metrics.md`.
+This page is generated from `async_rl/run/records/metric_table.py`:
+`python -m async_rl.run.records.metric_table > docs/metrics.md`.
 """
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from async_rl.config.config import Config
 from async_rl.run.directory import RunDir
-from async_rl.run.prometheus import Endpoint
-from async_rl.run.step_log import Row, StepLog
+from async_rl.run.records.prometheus import Endpoint
+from async_rl.run.records.step_log import Row, StepLog
 
 
 class MetricsWriter:

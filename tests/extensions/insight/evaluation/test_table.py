@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from async_rl.errors import RunError
-from async_rl.evaluation.table import Entry, compare, eval_table
+from async_rl.extensions.insight.evaluation.table import Entry, compare, eval_table
 
 
 def write_run(directory: Path, *rows: dict[str, Any]) -> Path:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from async_rl.run.step_log import Row
+from async_rl.run.records.step_log import Row
 
 MAX_POINTS = 2000
 """Highest number of points of a curve, and of steps with evaluations. An even number."""

@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from async_rl.run.decline import Decline, Fall
-from async_rl.run.progress import is_step_row
-from async_rl.run.step_log import Row, eval_figures
+from async_rl.run.figures.decline import Decline, Fall
+from async_rl.run.figures.progress import is_step_row
+from async_rl.run.records.step_log import Row, eval_figures
 
 WINDOW = 3
 """Number of newest steps that are judged together."""

@@ -19,7 +19,7 @@ import msgspec
 
 from async_rl.config.config import Config
 from async_rl.errors import ConfigError
-from async_rl.run.metric_table import SHOWN, meaning
+from async_rl.run.records.metric_table import SHOWN, meaning
 
 logger = logging.getLogger(__name__)
 

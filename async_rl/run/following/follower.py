@@ -18,7 +18,7 @@ from async_rl.config.loading import config_to_toml
 from async_rl.errors import ConfigError, StoppedError
 from async_rl.process.child import GRACE_S, ParentWatch, module_command, package_environment
 from async_rl.run.directory import RunDir, write_atomically
-from async_rl.run.feeds import FINISH_S, LOAD_S, LOOK_S, MARGIN_S, SERVER_S
+from async_rl.run.following.feeds import FINISH_S, LOAD_S, LOOK_S, MARGIN_S, SERVER_S
 from async_rl.run.lock import LOCK_FD, RunLock
 from async_rl.run.notes import NotesTail
 

@@ -13,17 +13,17 @@ import pytest
 
 from async_rl.config.generator import BackendCapabilities, EnvironmentConfig
 from async_rl.errors import ConfigError, DataError, ModelError, RewardError, RunError
-from async_rl.evaluation.offline import Evaluated, describe, eval_settings, run_eval
+from async_rl.extensions.insight.evaluation.offline import Evaluated, describe, eval_settings, run_eval
 from async_rl.generator.backend import Backend, Sampled
 from async_rl.generator.environment_rollouts import EnvironmentRollouts
 from async_rl.generator.offline import OfflineSamples, sample_offline
 from async_rl.generator.rollouts import SingleTurnRollouts, ThreadGrader
 from async_rl.records import Lease, Prompt, Sampling
 from async_rl.rewards.records import RewardInput, RewardOutput
-from async_rl.run.eval_records import eval_figures
-from async_rl.run.metric_table import EVAL_FIGURES
+from async_rl.run.records.eval_records import eval_figures
+from async_rl.run.records.metric_table import EVAL_FIGURES
 from tests.environments.pools import pool_of
-from tests.evaluation.options import eval_options
+from tests.extensions.insight.evaluation.options import eval_options
 from tests.generator.scripted import CharacterText
 from tests.generator.scripted import ScriptedBackend as TurnBackend
 
