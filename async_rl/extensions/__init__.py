@@ -12,6 +12,7 @@ An extension gives the core things of a few kinds, each under a name, as an inst
 * ``async_rl.rewards`` and ``async_rl.environments``: a name for ``reward.type`` or ``environment.name``. A package's is
   own code, of which the config gets MODULE:FUNCTION (``offered_code`` in ``process/user_code.py``); ours is a
   ``Builder`` (``rewards/registry.py``);
+* ``async_rl.config``: the pydantic model of a package's table ``[extension.NAME]`` (``config/extension.py``);
 * ``async_rl.row_fields``: what reads the field of that name in rows whose reward needs it (``data/dataset.py``), only
   ours.
 

@@ -109,3 +109,39 @@ def test_the_quickstart_runs_by_uv_tool_run(wheel: Path, tmp_path: Path):
     printed = run(*command, cwd=tmp_path)
     check_quickstart(printed, tmp_path)
     assert "export PATH=" in printed
+
+
+CONFIG = """
+[run]
+dir = "run"
+[model]
+path = "model"
+[reward]
+type = "brief"
+[log]
+to = ["lengths"]
+[extension.brevity]
+limit = 7
+"""
+
+
+@pytest.mark.slow
+def test_a_package_from_outside_of_the_tree_is_found_and_used(fresh: Path, tmp_path: Path):
+    shutil.copytree(ROOT / "tests/outside/brevity", tmp_path / "source")
+    options = ("--python", str(fresh / "bin/python"), "install", "--quiet", "--no-deps", "--no-build-isolation")
+    run(sys.executable, "-m", "pip", *options, "./source", cwd=tmp_path)
+    command = str(fresh / "bin/async-rl")
+    (tmp_path / "run.toml").write_text(CONFIG)
+    assert "brevity     Say how long answers may be." in run(command, "--help", cwd=tmp_path)
+    assert run(command, "brevity", "run.toml", cwd=tmp_path) == "at most 7 tokens\n"
+    printed = run(command, "config", "run.toml", cwd=tmp_path)
+    assert 'type = "brevity:brief"' in printed
+    assert '"lengths",' in printed
+    doctor = subprocess.run(
+        [command, "doctor", "run.toml", "--json"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    offered = "brevity 1.0 offers commands: brevity, config: brevity, rewards: brief, sinks: lengths"
+    assert offered in " ".join(doctor.stdout.split())
+    (tmp_path / "run.toml").write_text(CONFIG.replace("limit", "limits"))
+    warned = subprocess.run([command, "config", "run.toml"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "warning: launch refuses this: extension.brevity.limits: unknown key" in warned.stderr
