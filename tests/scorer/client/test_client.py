@@ -11,7 +11,7 @@ import pytest
 
 from async_rl.errors import AddressError, RewardError
 from async_rl.net import link
-from async_rl.scorer.client import client as client_module
+from async_rl.scorer.client import scorer_client as client_module
 from async_rl.scorer.client.messages import Received
 from async_rl.scorer.client.scorer_client import ScorerClient
 from async_rl.scorer.questions import Question, WaitingQuestions
