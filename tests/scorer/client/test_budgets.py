@@ -18,8 +18,8 @@ import zmq
 from async_rl.errors import RewardError
 from async_rl.net.keys import ClientKeys, ServerKeys, make_keys
 from async_rl.scorer import questions, sockets
-from async_rl.scorer.client import scorer_client as client_module
 from async_rl.scorer.client import messages
+from async_rl.scorer.client import scorer_client as client_module
 from async_rl.scorer.client.messages import AnswerReader, Received, TokensQuestion, decode_answer, encode_question
 from async_rl.scorer.client.scorer_client import ScorerClient
 from tests.scorer.client.scripted import RunningScorer, ScriptedModel, free_address
