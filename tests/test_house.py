@@ -297,3 +297,20 @@ def test_every_direct_dependency_is_pinned_in_the_constraints():
 def _normal(name: str) -> str:
     """A distribution's name as indexes compare it."""
     return name.strip().lower().replace("_", "-").replace(".", "-")
+
+
+def shape(imports: Imports) -> str:
+    """Rooms, floors and arrows: a floor is a row of the table; an arrow leads from a room to one that it imports."""
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    floors = re.findall(r"^\|[^|]*`[\w/]+(?:/|\.py)`", page.partition("## Source tree")[2], re.MULTILINE)
+    arrows = {(room(name), room(target)) for name, targets in imports.items() for target, _ in targets}
+    arrows = {(above, below) for above, below in arrows if above != below}
+    core = {(above, below) for above, below in arrows if not extension(above)}
+    return (
+        f"{len(MODULES)} modules in {len(ORDER)} rooms on {len(floors)} floors, {len(arrows)} arrows between rooms, "
+        f"{len(core)} of them in the core; upward {len(upward(imports))}, over the line {len(over_the_line(imports))}"
+    )
+
+
+if __name__ == "__main__":
+    print(shape(IMPORTS))
