@@ -1,8 +1,8 @@
-"""The method in one process, made of the product's own parts. The processes of a real run do this at the same time.
+"""The method in one process, made of the product's own parts: ``python examples/heart.py``, a minute on a CPU.
 
-The *generator* (``async_rl/generator/loop.py``) samples under leases, the *queue* (``async_rl/queue/core/``) bounds how
-old data may be, the *learner* (``async_rl/learner/loop/trainer.py``) corrects for its age and makes the next version.
-    python examples/heart.py    # a small model learns to carry in sums, on a CPU in a minute: "step N reward X"
+Of ``async_rl/``: the *generator* (``generator/loop.py``) samples under leases; the *queue* (``queue/core/``) bounds how
+old data may be (``lease``, ``take``); the *learner* (``learner/loop/trainer.py``) corrects for its age
+(``policy_loss``) and makes the next version. ``activate`` stands for what sends it, ``DIGEST`` for that of its bytes.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ class Learner:
         """Publish a new version. If a batch is ready: advantages, corrected and clipped loss, one optimizer step."""
         if self.version > self._generator.backend.version:
             learner_requests.announce(self._queue, Announcement(RUN, self.version, DIGEST, ""))
-            self._generator.backend.activate(self.version, dict(self._model.named_parameters()))
+            weights = {name: each.detach().clone() for name, each in self._model.named_parameters()}  # these go on
+            self._generator.backend.activate(self.version, weights)
         taken = learner_requests.take(self._queue, RUN, self.version, self.version, time.monotonic())
         if isinstance(taken, NotReady):
             return

@@ -1,4 +1,4 @@
-"""The command-line options that several subcommands share, and all options of ``async-rl eval``, as annotated types."""
+"""The command-line options that several subcommands share, as annotated types."""
 
 from __future__ import annotations
 
@@ -65,95 +65,6 @@ Connect = Annotated[
     str, typer.Option("--connect", metavar="ADDRESS", help="The queue server's address, as in tcp://127.0.0.1:5555.")
 ]
 
-# Options of `async-rl eval` alone.
-Models = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="MODEL",
-        help="Model directories, hub ids, checkpoints, or run directories (their latest checkpoint). With "
-        "--compare: run directories, or directories that --out wrote.",
-    ),
-]
-Datasets = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--dataset", metavar="[NAME=]FILE", help="A file of rows to answer, as in data.eval. May be repeated."
-    ),
-]
-EvalConfig = Annotated[
-    Path | None,
-    typer.Option(
-        "--config",
-        metavar="CONFIG",
-        help="Config file with the settings and data sets. If unset, the config of the first MODEL's run.",
-    ),
-]
-Samples = Annotated[
-    int | None, typer.Option("--samples", metavar="N", min=1, help="Number of answers to sample for each row.")
-]
-Temperature = Annotated[
-    float | None,
-    typer.Option("--temperature", metavar="T", min=0.0, help="Sampling temperature; 0 is greedy decoding."),
-]
-TopP = Annotated[
-    float | None,
-    typer.Option("--top-p", metavar="P", help="Nucleus sampling, in place of eval.top_p; 1 switches it off."),
-]
-MinP = Annotated[
-    float | None,
-    typer.Option(
-        "--min-p", metavar="P", help="Leave out tokens below P of the likeliest one, in place of eval.min_p; 0: none."
-    ),
-]
-TopK = Annotated[
-    int | None,
-    typer.Option(
-        "--top-k",
-        metavar="K",
-        min=0,
-        help="Sample from the K likeliest tokens, in place of eval.top_k; 0 switches it off.",
-    ),
-]
-MaxNewTokens = Annotated[
-    int | None, typer.Option("--max-new-tokens", metavar="N", min=1, help="Limit of an answer, in tokens.")
-]
-MaxPromptTokens = Annotated[
-    int | None,
-    typer.Option(
-        "--max-prompt-tokens", metavar="N", min=1, help="Limit of a prompt, in tokens; longer ones get no answer."
-    ),
-]
-RewardType = Annotated[
-    str | None,
-    typer.Option("--reward", metavar="TYPE", help="The reward that scores the answers, in place of reward.type."),
-]
-SystemPrompt = Annotated[
-    str | None,
-    typer.Option(
-        "--system-prompt",
-        metavar="TEXT",
-        help="System message, in place of data.system_prompt; an empty text means none.",
-    ),
-]
-BatchSize = Annotated[
-    int | None, typer.Option("--batch-size", metavar="N", min=1, help="Sequences sampled at the same time.")
-]
-Seed = Annotated[int | None, typer.Option("--seed", metavar="N", min=0, help="Random seed, for temperatures above 0.")]
-Out = Annotated[
-    Path | None,
-    typer.Option(
-        "--out",
-        metavar="DIR",
-        help="Write the answers (DATASET.jsonl) and the metrics (figures.json) to this directory.",
-    ),
-]
-Limit = Annotated[int | None, typer.Option("--limit", metavar="N", min=1, help="Only the first N rows of each set.")]
-Compare = Annotated[
-    bool,
-    typer.Option(
-        "--compare", help="Sample nothing; print tables of the evaluations in run directories and --out directories."
-    ),
-]
 
 # Of ``generator``.
 GeneratorOverrides = Annotated[

@@ -1,4 +1,4 @@
-"""The subcommands that start no learner, generator or server themselves, such as ``config``, ``eval`` and ``doctor``.
+"""The subcommands that start no process of a run: ``config``, ``export``, ``doctor`` and ``keys``.
 
 Each subcommand imports large modules only when it runs, so that ``async-rl --help`` is fast.
 """

@@ -1,9 +1,9 @@
 """The sections ``reward`` and ``reward.code``, and the table of what each built-in reward needs and can do.
 
 The sections say how answers are scored, and how programs are run and judged. ``REWARD_TYPES`` has an entry for each
-built-in name that ``reward.type`` and ``reward.extra`` accept. Config checks, preflight, doctor, evaluation and the
-fake backend read it. ``rewards.registry`` has the functions that build the rewards, under the same names. A new reward
-needs an entry in both tables.
+built-in name that ``reward.type`` and ``reward.extra`` accept. Config checks, the checks before a start, evaluation and
+the fake backend read it. ``rewards.registry`` has the functions that build the rewards, under the same names. A new
+reward needs an entry in both tables.
 """
 
 from __future__ import annotations

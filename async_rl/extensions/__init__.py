@@ -1,12 +1,17 @@
-"""What stands beside the core: each folder is an extension. The core imports none of them, nor they each other.
+"""What stands beside the core. Each folder is an extension: the core imports none of them, nor do they each other,
+except that the quickstart compares its runs by insight.
+
+``quickstart`` makes a first task, model and config; ``insight`` compares, evaluates, predicts and reports; ``ops`` has
+scripts for Slurm, loggers, and copies in an object store; ``agents`` plays rollouts by programs that call a chat
+endpoint; ``code_rewards`` judges programs; ``offline`` trains on given rows.
 
 An extension gives the core things of a few kinds, each under a name, as an installed package does by entry points:
 
-* ``async_rl.commands``: a ``typer.Typer`` with one subcommand of ``async-rl``;
-* ``async_rl.pages``: what writes a page about runs, as ``async_rl.Run.report`` does (``api/run.py``);
+* ``async_rl.commands``: a ``typer.Typer`` with one subcommand of ``async-rl``, which has the entry's name;
+* ``async_rl.pages``: what writes a page about runs, as ``async_rl.Run.report`` does (``api/run.py``), only ours;
 * ``async_rl.sinks``: what opens a sink of ``log.to``; ``async_rl.sink_checks``: whether it can be opened;
 * ``async_rl.mirrors``: a class that copies runs to ``checkpoint.mirror``, and brings them back from there;
-* ``async_rl.checks``: a check of a config before a start, which a row of ``launch/checks/table.py`` names;
+* ``async_rl.checks``: a check of a config before a start, which a row of ``launch/checks/table.py`` names, only ours;
 * ``async_rl.rollouts``: what plays a generator's rollouts, as ``OpenRollouts`` of ``generator/start/rollouts.py``;
 * ``async_rl.datasets``: NAME of the sources NAME:REST of data, as ``OpenRows`` of ``data/dataset.py``;
 * ``async_rl.rewards`` and ``async_rl.environments``: a name for ``reward.type`` or ``environment.name``. A package's is

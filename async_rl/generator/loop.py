@@ -4,7 +4,7 @@
 
 One thread runs this loop. The queue client and the weights receiver work in the background, and the loop polls both.
 While no sequence runs, the loop waits in the poll of the queue client. The protocols ``Queue`` and ``WeightsReceiver``
-have the methods of both that the loop uses, so that tests can replace them. ``worker.run_generator`` builds a
+have the methods of both that the loop uses, so that tests can replace them. ``start.worker.run_generator`` builds a
 ``Worker``.
 """
 
@@ -60,7 +60,7 @@ _PAUSE_AFTER_EMPTY_ANSWER_S = 0.05
 
 
 class Queue(Protocol):
-    """The methods of ``queue.client.GeneratorQueue`` that the loop uses. Tests implement them with fakes."""
+    """The methods of ``queue.client.clients.GeneratorQueue`` that the loop uses. Tests implement them with fakes."""
 
     @property
     def lease_request_outstanding(self) -> bool: ...

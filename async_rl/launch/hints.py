@@ -1,8 +1,8 @@
 """Notes of ``launch`` about what needs an explanation: answers cut short, steps that train nothing, a collapse.
 
 The views give every new row of ``metrics.jsonl`` to ``Hints`` and show the notes that it returns: answers cut short,
-steps that trained nothing, training that goes wrong (``run.health``). ``LedgerNotes`` reads those of the queue, which
-``ledger.json`` has. The summary shows the last of these again, and ``best_lines``.
+steps that trained nothing, training that goes wrong (``run.figures.health``). ``LedgerNotes`` reads those of the queue,
+which ``ledger.json`` has. The summary shows the last of these again, and ``best_lines``.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def _truncated(rows: list[Row]) -> str:
 def _zero_groups(rows: list[Row]) -> str:
     """Return a note if many of the groups of ``rows`` train nothing; else an empty text.
 
-    Of steps in which no group trains ``run.health`` has a note. A teacher trains them all.
+    Of steps in which no group trains ``run.figures.health`` has a note. A teacher trains them all.
     """
     shares = [row["advantage/zero_groups"] for row in rows if row.get("advantage/zero_groups") is not None]
     mean = sum(shares) / max(1, len(shares))

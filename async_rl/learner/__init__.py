@@ -7,6 +7,7 @@ weights to the generators. It writes metrics, checkpoints and evaluations to the
 Start with ``loop/trainer.py``, which reads like the algorithm. The rooms, lowest first: ``sequences.py`` and
 ``interface.py`` say what passes between the loop and an engine; ``data/`` turns groups into sequences and
 micro-batches; ``losses/`` has the formulas, advantages among them; ``checkpoints/`` the files of a run's state;
-``engine/`` does the work on the device; ``export/`` turns a checkpoint into a Hugging Face directory; ``loop/`` is the
-learner's loop, and ``offline/`` trains on given rows, without a queue.
+``model/`` computes log-probabilities, ``optimizers/`` step its weights, ``layouts/`` divide it over ranks, and
+``engine/`` puts the three together; ``export/`` turns a checkpoint into a Hugging Face directory; ``loop/`` is the
+learner's loop.
 """

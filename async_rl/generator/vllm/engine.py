@@ -206,7 +206,7 @@ class VllmEngine:
     def set_up_transfer(self, order_paths: Sequence[str], report_path: str) -> None:
         """Have the workers take part in collectives. Call it once, before the first version.
 
-        ``weights.RanksInit`` explains the arguments.
+        ``generator.vllm.weights.RanksInit`` explains the arguments.
 
         Raises:
             WeightsError: the workers can't open the pipes.
@@ -225,7 +225,7 @@ class VllmEngine:
 
         Args:
             version: the version of all tokens from now on.
-            source: where the workers find it, the fields of ``weights.Source``.
+            source: where the workers find it, the fields of ``generator.vllm.weights.Source``.
             recompute: compute the keys and values of running sequences again, and forget all cached ones.
 
         Raises:

@@ -1,7 +1,7 @@
 """Play the user's environment on rows of the training data before a run starts, so that a mistake in it costs no
 sampling.
 
-``preflight`` and the doctor call ``try_environment``. The environment plays in the same kind of process as in a run
+The checks before a start call ``try_environment``. The environment plays in the same kind of process as in a run
 (``environments.pool``); a fixed text takes the place of the model's answers.
 """
 

@@ -45,7 +45,7 @@ def try_loss(config: Config) -> list[Finding]:
     """Let the user's own loss and advantages compute a made-up batch. Do nothing if there are none.
 
     It is a FAIL if a function can't be imported, raises an exception, or breaks the rules of ``learner.losses.own`` or
-    ``learner.own_advantage``. The finding has the figures.
+    ``learner.losses.own_advantage``. The finding has the figures.
     """
     if not config.loss.code_names:
         return []

@@ -1,7 +1,7 @@
 """Draw ``curve.png``, a picture of a run's metrics.
 
 ``async-rl follow`` draws it again and again while the run goes (``CurveUpdater``), and once more when the run ends, for
-whatever reason. Of a long run, each point stands for several steps (``run.thinning``).
+whatever reason. Of a long run, each point stands for several steps (``run.records.thinning``).
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class _Sign:
 class _Cause:
     """Something that goes wrong, with its signs, of which one suffices. ``remedy`` gets the figures of the step.
 
-    ``num_bad`` of the last ``WINDOW`` steps must show it, the newest among them. Without signs, ``run.decline`` judges.
+    ``num_bad`` of the last ``WINDOW`` steps must show it, the newest among them. Without signs, ``decline`` judges.
     """
 
     name: str

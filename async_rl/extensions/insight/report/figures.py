@@ -1,7 +1,7 @@
 """What a page shows of one run, as plain data: curves, who waited for whom, ages of tokens, ledger, settings, notes.
 
 ``read_run`` reads the run directory, also that of a running run, and changes nothing in it. Long runs are thinned out
-(``run.thinning``), so the size of the result has a limit.
+(``run.records.thinning``), so the size of the result has a limit.
 """
 
 from __future__ import annotations
