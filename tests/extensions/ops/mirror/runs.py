@@ -25,7 +25,7 @@ from async_rl.learner.checkpoints.digests import find_damage, write_manifest
 from async_rl.run.directory import RunDir
 
 URL = "memory://bucket/run"
-PAGE = Path(__file__).parents[4] / "docs" / "mirror.md"
+PAGE = Path(__file__).parents[4] / "docs" / "reliability.md"
 
 
 def ignore(_line: str) -> None: ...
@@ -131,7 +131,7 @@ class Clock:
 
 def rows_of(title: str) -> list[str]:
     """The first cells of the table below a title of the page."""
-    table = PAGE.read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
+    table = PAGE.read_text().split(f"\n### {title}\n")[1].split("\n##")[0]
     return [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines() if line.startswith("| ")][1:]
 
 

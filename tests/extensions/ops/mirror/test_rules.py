@@ -1,4 +1,4 @@
-"""What a mirror keeps: the table of docs/mirror.md, row by row, with a kill before every change of the store."""
+"""What a mirror keeps: the table of docs/reliability.md, row by row, with a kill before every change of the store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may use a mirror: the table of docs/mirror.md, row by row, with a kill before every change of the store."""
+"""Who may use a mirror: the table of docs/reliability.md, row by row, with a kill before every change of the store."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ STARTS = {
     "a run, and `run.dir` is empty": Start(
         lambda path: (mirrored_run(path), RunDir(path / "new"))[1], None, S4, SILENT_S
     ),
-    "this run up to a step that `run.dir` has, and `run.dir` is a copy of its directory or came from a backup": Start(
+    "this run up to a step that `run.dir` has, and `run.dir` is a copy or a backup": Start(
         lambda path: copied(path, mirrored_run(path)), None, S4, SILENT_S
     ),
     "this run up to a newer step than `run.dir`": Start(
