@@ -46,7 +46,7 @@ _EXCLUSIONS = """\
 ## What excludes what
 
 These combinations of keys are refused when a config is read. The message has the values, the reason and the remedy.
-What a backend can't do is refused in the same way ([backends.md](backends.md)).
+What a backend can't do is refused in the same way ([engines.md](engines.md)).
 
 | keys | expected |
 |---|---|"""

@@ -224,8 +224,8 @@ class LearnerConfig(Section):
         ge=0,
         le=1,
         description="Share of the trained groups, chosen at random, that the learner grades again in one thread, to "
-        "find generators that forge rewards (docs/untrusted.md); 0 is off. Code of your own needs generator.allow_code "
-        "on the learner's machine, too.",
+        "find generators that forge rewards (docs/many_nodes.md); 0 is off. Code of your own needs "
+        "generator.allow_code on the learner's machine, too.",
     )
     generate: Free[bool] = Field(
         default=False,
@@ -236,7 +236,7 @@ class LearnerConfig(Section):
         default="transformers",
         description="Engine with which the learner samples: transformers, the built-in one, in the rank's own process; "
         "or vllm, beside each rank, which gives its GPU memory up while the rank computes (generator.memory_fraction, "
-        "docs/generating_learner.md).",
+        "docs/engines.md).",
     )
     generate_groups: Free[int | None] = Field(
         default=None,

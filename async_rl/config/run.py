@@ -70,7 +70,7 @@ class CheckpointConfig(Section):
         default=None,
         description="URL of an empty place in an object store, such as s3://bucket/path, gs://, hf:// or "
         "file:///mnt/path (any of fsspec), to which checkpoints, exports, rollouts and metrics are copied behind the "
-        "run. With an empty run.dir the run comes back from there (docs/mirror.md).",
+        "run. With an empty run.dir the run comes back from there (docs/reliability.md).",
     )
     mirror_wait_s: float = Field(
         default=600.0,
@@ -81,7 +81,8 @@ class CheckpointConfig(Section):
         default=0,
         ge=0,
         description="Last step whose checkpoint in the mirror may be removed although run.dir is older, lost it, or "
-        "went another way; 0 removes nothing of that kind. The message that names it says when to (docs/mirror.md).",
+        "went another way; 0 removes nothing of that kind. The message that names it says when to "
+        "(docs/reliability.md).",
     )
     grace_s: float = Field(
         default=25.0,

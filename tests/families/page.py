@@ -146,8 +146,8 @@ async-rl doctor run.toml      # loads the model in both, and compares their log-
 ```
 
 Search this page for the family. A family that is not listed meets the same tests. A family that the built-in engine
-refuses may run on [vLLM](vllm.md) or on [a backend of your own](backends.md), and `async-rl sft`, `rm` and `dpo` need
-no engine.
+refuses may run on [vLLM](engines.md#vllm) or on [a backend of your own](engines.md#a-backend-of-your-own), and
+`async-rl sft`, `rm` and `dpo` need no engine.
 
 *Learner*: [packed or padded rows](weights.md#what-the-learner-computes), chosen by `learner.packing = "auto"`; packed
 is the fast way. *Built-in engine*: [slots, transformers' own caches or no
@@ -158,7 +158,7 @@ cache](weights.md#what-the-built-in-engine-computes); the last two are slow.
 _REFUSED = "## Refused\n"
 _VLLM = """## vLLM
 
-What [vLLM's CPU build](vllm.md#families-tried-on-vllms-cpu-build) does with a family; the others were not tried.
+What [vLLM's CPU build](engines.md#families-tried-on-vllms-cpu-build) does with a family; the others were not tried.
 """
 _FIGURES = """## How it was measured
 

@@ -59,7 +59,7 @@ def choose_rows(model: PreTrainedModel, max_running: int) -> Rows:
         else:
             raise ModelError(
                 f'the built-in engine (generator.backend = "transformers") can\'t sample {type(model).__name__}: '
-                f'{"; ".join(reasons)}; set generator.backend = "vllm" or a backend of your own (docs/backends.md), or '
+                f'{"; ".join(reasons)}; set generator.backend = "vllm" or a backend of your own (docs/engines.md), or '
                 f"use another model"
             )
     rows = make(max_running)

@@ -1,4 +1,4 @@
-"""The vLLM backend. It runs vLLM's engine in separate processes (docs/vllm.md).
+"""The vLLM backend. It runs vLLM's engine in separate processes (docs/engines.md).
 
 It gets leases and versions of the weights, and returns finished samples. ``generator.start.backends`` builds it.
 

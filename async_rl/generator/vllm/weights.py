@@ -136,7 +136,7 @@ class VersionTransfer(WeightTransferEngine[RanksInit, Source]):
         super().__init__(*args, **kwargs)
         # It warns of every layer without weights of its own, at every version; we look for missing ones ourselves.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
-        # It warns at every call to sleep that nothing is given up, which docs/generating_learner.md says once.
+        # It warns at every call to sleep that nothing is given up, which docs/engines.md says once.
         logging.getLogger("vllm.v1.worker.cpu_worker").setLevel(logging.ERROR)
         self._mapped: dict[str, tuple[torch.Tensor, dict[str, torch.Tensor]]] = {}
         self._ranks: RankThread | None = None

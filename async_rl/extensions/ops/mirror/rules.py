@@ -1,4 +1,4 @@
-"""What becomes of each checkpoint of a mirror when its run directory is copied. Pure; ``docs/mirror.md`` has the table.
+"""What becomes of each checkpoint of a mirror at a copy of its run directory. Pure; docs/reliability.md has the table.
 
 Checkpoints are told apart by folder: NAME-DIGEST, with the first digits of the digest of their ``digests.json``.
 """
