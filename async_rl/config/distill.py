@@ -11,7 +11,7 @@ from async_rl.config.section import Recorded, Section
 
 class DistillConfig(Section):
     """On-policy distillation from teachers, which are scorers (`scorer.NAME`). Off unless a teacher is named; see
-    docs/distillation.md.
+    docs/trainings.md.
     """
 
     teacher: str | None = Field(

@@ -94,7 +94,7 @@ def init(
     """Write a commented config for a model, a dataset and a reward.
 
     `async-rl doctor` then checks it. It is a config for reinforcement learning: `async-rl sft`, `rm` and `dpo`, which
-    train on given answers or preferences, have short sections of their own (docs/offline.md).
+    train on given answers or preferences, have short sections of their own (docs/trainings.md).
 
     Without --model or --data it asks, if it runs in a terminal. Existing files are never replaced.
 

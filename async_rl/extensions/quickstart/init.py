@@ -172,7 +172,7 @@ def note_on_given_rows(data: str, columns: Columns) -> str:
         if names.issubset(columns.names) and columns.answer in {None, *names} and not columns.has_tests:
             return (
                 f"note: the rows of {data} seem to be {rows}. {commands} can train on them without a reward "
-                f"(docs/offline.md); the config of init is for reinforcement learning, which reads the prompts only"
+                f"(docs/trainings.md); the config of init is for reinforcement learning, which reads the prompts only"
             )
     return ""
 
