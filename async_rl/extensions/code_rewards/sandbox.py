@@ -211,5 +211,5 @@ class Sandbox:
 
 REMEDY = (
     "set reward.code.endpoint to the address of an `async-rl verifier` on a machine that can isolate programs, or set "
-    "reward.code.allow_unsafe = true to run the model's programs without protection (see docs/code_reward.md)"
+    "reward.code.allow_unsafe = true to run the model's programs without protection (see docs/rewards.md)"
 )
