@@ -10,7 +10,7 @@ from latex_answers import equal
 PAIRS = Path(__file__).resolve().parent / "data" / "math_pairs.jsonl"
 
 FALSE_ACCEPTS: set[tuple[str, str]] = set()
-"""Pairs (gold, prediction) that are called equal and are not. A new one needs a reason here and in README.md."""
+"""Pairs (gold, prediction) that are called equal and are not. A new one needs a reason here."""
 FALSE_REJECTS = {
     # A decimal comma: here 1000,99 is a list of two numbers.
     ("1000.99", "1000,99"),
