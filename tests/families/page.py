@@ -149,9 +149,9 @@ Search this page for the family. A family that is not listed meets the same test
 refuses may run on [vLLM](engines.md#vllm) or on [a backend of your own](engines.md#a-backend-of-your-own), and
 `async-rl sft`, `rm` and `dpo` need no engine.
 
-*Learner*: [packed or padded rows](weights.md#what-the-learner-computes), chosen by `learner.packing = "auto"`; packed
-is the fast way. *Built-in engine*: [slots, transformers' own caches or no
-cache](weights.md#what-the-built-in-engine-computes); the last two are slow.
+*Learner*: [packed or padded rows](architecture.md#what-the-learner-computes), chosen by `learner.packing = "auto"`;
+packed is the fast way. *Built-in engine*: [slots, transformers' own caches or no
+cache](architecture.md#what-the-built-in-engine-computes); the last two are slow.
 
 | learner | built-in engine | number | families |
 |---|---|---|---|"""
