@@ -335,8 +335,8 @@ class QueueState(PersistedState):
         """End the leases in flight whose groups will be too old once the learner has trained the batch that it took.
 
         Their prompts are requeued. Without this method such leases would keep generators busy in vain, and would count
-        as groups in flight when new leases are granted. At a staleness bound of 1 that cost a tenth of the steps/s
-        (docs/lab_log.md). If the optimizer step is skipped later, the leases were ended needlessly.
+        as groups in flight when new leases are granted. At a staleness bound of 1 that cost a tenth of the steps/s.
+        If the optimizer step is skipped later, the leases were ended needlessly.
         """
         if self.settings.on_stale != "mask":
             for active in self.leases.training_older_than(self.settings.oldest_after_step(learner.version)):
