@@ -54,7 +54,7 @@ TRL_NAMES: Mapping[str, str] = {
     "per_device_train_batch_size": "learner.groups_per_step", "mask_truncated_completions": "loss.mask_truncated",
     "save_steps": "checkpoint.every", "eval_steps": "eval.every", "use_vllm": "generator.backend",
 }  # fmt: skip
-"""Names of TRL's most used settings -> ours. docs/coming_from_trl.md has all of them."""
+"""Names of TRL's most used settings -> ours. docs/coming_from.md has all of them."""
 _EXPECTED: Mapping[str, str] = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
@@ -307,7 +307,7 @@ def _suggestion(location: Sequence[Any]) -> str:
     """
     name = str(location[-1])
     if name in TRL_NAMES:
-        return f"; TRL's {name} is {TRL_NAMES[name]} here (docs/coming_from_trl.md)"
+        return f"; TRL's {name} is {TRL_NAMES[name]} here (docs/coming_from.md)"
     model: Any = Config
     for part in location[:-1]:
         model = _model_of(model, part)
@@ -318,7 +318,7 @@ def _suggestion(location: Sequence[Any]) -> str:
         return f"; did you mean {' or '.join(elsewhere)}?"
     near = "".join(difflib.get_close_matches(name, [*_keys_of(model), *TRL_NAMES], n=1))
     if near in TRL_NAMES and near not in _keys_of(model):
-        return f"; did you mean TRL's {near}? It is {TRL_NAMES[near]} here (docs/coming_from_trl.md)"
+        return f"; did you mean TRL's {near}? It is {TRL_NAMES[near]} here (docs/coming_from.md)"
     return f"; did you mean {'.'.join([*map(str, location[:-1]), near])}?" if near else ""
 
 

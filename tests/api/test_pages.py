@@ -1,4 +1,4 @@
-"""The examples of docs/python.md and of the page for users of TRL run as they stand there."""
+"""The examples of docs/python.md and of docs/coming_from.md run as they stand there."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import re
 import runpy
 import subprocess
 import sys
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,16 +15,22 @@ import tomli_w
 
 from async_rl.api import train as train_module
 from async_rl.config.config import Config
-from async_rl.config.loading import changed_keys, parse_config
+from async_rl.config.loading import changed_keys, default_config
 from async_rl.launch.launch import Ended
 from async_rl.process.child import package_environment
 from async_rl.run.directory import RunDir, write_atomically
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGES = {name: (DOCS / f"{name}.md").read_text(encoding="utf-8") for name in ("python", "coming_from_trl")}
+PAGES = {name: (DOCS / f"{name}.md").read_text(encoding="utf-8") for name in ("python", "coming_from")}
 BLOCKS = {name: re.findall(r"```python\n(.*?)```", page, re.DOTALL) for name, page in PAGES.items()}
 MODEL = "Qwen/Qwen3-0.6B"
+PORTED = (
+    "run.dir=runs/sums", f"model.path={MODEL}", "data.columns={gt_answer='solution'}", "sampling.group_size=8",
+    "sampling.max_new_tokens=256", "reward.scale=1.0", "reward.soft_overlong=false", "loss.preset=dapo",
+    "loss.kl_coef=0.01", "optimizer.lr=1e-6", "learner.steps=200", "learner.groups_per_step=8", "checkpoint.every=50",
+)  # fmt: skip
+"""The settings of TRL's script in a config file, but for the names of its functions."""
 
 
 def script(page: str, part: str) -> str:
@@ -77,11 +82,12 @@ def test_the_example_with_rows_has_a_set_for_evaluations(launched: list[Config])
     assert (list(config.data.eval), config.eval.every) == (["held_out"], 20)
 
 
-def test_the_ported_script_of_trl_has_the_config_of_the_ported_file(launched: list[Config]):
-    run_example(script("coming_from_trl", "async_rl.train").replace('print(run.metrics_frame()["reward/mean"])', ""))
-    (toml,) = re.findall(r"```toml\n(.*?)```", PAGES["coming_from_trl"], re.DOTALL)
+def test_the_ported_script_of_trl_has_the_config_of_a_file_with_its_settings(launched: list[Config]):
+    run_example(script("coming_from", "async_rl.train").replace('print(run.metrics_frame()["reward/mean"])', ""))
+    of_file = PAGES["coming_from"].split("\nIn a config file ")[1].split("\n\n")[0]
+    functions = re.findall(r"`([a-z._]+=[^`]+)`", of_file)
     (config,) = launched
-    changed = changed_keys(parse_config(tomllib.loads(toml), "the page"), config)
+    changed = changed_keys(default_config([*PORTED, *functions]), config)
     assert {key: new for key, (_, new) in changed.items() if key != "data.train"} == {
         "generator.allow_code": ["train.py"],
         "reward.type": "train.py:accuracy",
@@ -133,5 +139,5 @@ def test_the_first_example_trains_and_the_last_one_reads_its_run(tmp_path: Path)
 @pytest.mark.timeout(600)
 def test_the_ported_script_of_trl_trains(tmp_path: Path):
     small = [('"steps": 200, "groups_per_step": 8', '"steps": 2'), ('"max_new_tokens": 256', '"max_new_tokens": 12')]
-    output = trained(tmp_path, script("coming_from_trl", "async_rl.train"), "solution", small)
+    output = trained(tmp_path, script("coming_from", "async_rl.train"), "solution", small)
     assert re.search(r"\nstep\n1 +-?[\d.]+\n2 +-?[\d.]+\nName: reward/mean", output)

@@ -81,7 +81,7 @@ def test_a_wrong_value_is_refused_with_what_was_expected(section: str, key: str,
 @pytest.mark.parametrize(
     ("section", "key", "meant"),
     [
-        ("learner", "max_step", "did you mean TRL's max_steps? It is learner.steps here (docs/coming_from_trl.md)"),
+        ("learner", "max_step", "did you mean TRL's max_steps? It is learner.steps here (docs/coming_from.md)"),
         ("sampling", "num_generation", "did you mean TRL's num_generations? It is sampling.group_size here"),
         ("learner", "max_token", "did you mean learner.max_tokens?"),
         ("learner", "group_size", "did you mean sampling.group_size?"),

@@ -93,7 +93,7 @@ def test_an_unknown_key_is_refused_with_what_was_meant():
 
 
 def test_an_unknown_key_that_is_a_name_of_trl_leads_to_ours():
-    page = (ROOT / "docs/coming_from_trl.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/coming_from.md").read_text(encoding="utf-8")
     known = {key.name for key in KEYS}
     for name, ours in TRL_NAMES.items():
         assert ours in known
