@@ -95,12 +95,10 @@ def test_every_figure_of_an_evaluation_is_explained():
 
 def test_every_row_about_the_predecessors_says_how_or_why_not():
     page = (DOCS / "predecessors.md").read_text(encoding="utf-8")
-    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    rows = [line.split(" | ") for line in page.splitlines() if " | " in line]
     features = [row for row in rows if row[0] != "feature"]
-    assert len(features) > 70
-    assert [row for row in features if len(row) != 3 or not all(row)] == []
-    known = {"C", "C+", "C (first)", "R", "R+", "D", "D+", "none"}
-    assert {of for row in features for of in re.split("[,;] ", row[1])} <= known
+    assert len(features) > 100
+    assert [row for row in features if len(row) != 2 or not all(row)] == []
 
 
 @pytest.mark.parametrize("block", re.findall(r"```toml\n(.*?)```", TASK_PAGES, re.DOTALL))

@@ -17,26 +17,24 @@ Setting = tuple[str, str | None]
 
 
 def _rows(text: str) -> list[str]:
-    return [line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| feature")]
+    return [line for line in text.splitlines() if " | " in line and not line.startswith("feature")]
 
 
 def feature_of(row: str) -> str:
     """Return a row's first cell."""
-    return row.split(" | ")[0][2:].strip()
+    return row.split(" | ")[0]
 
 
 ROWS = _rows(PAGE)
 """The rows of all tables."""
-CHECKLIST = _rows(PAGE.split("\n## Every feature, with its setting\n")[1].split("\n## ")[0])
-"""The rows of the last table."""
-FEATURES = {feature_of(row): row for row in CHECKLIST}
-"""The last table's features, in its order."""
+FEATURES = {feature_of(row): row for row in ROWS}
+"""The features, in their order."""
 
 
 def settings_of(row: str) -> list[Setting]:
     """Return the settings that the last cell of a row names in backticks."""
-    cell = row.strip("| ").split(" | ")[-1]
-    found = re.findall(r"`([a-z]+(?:\.[a-z_]+)+)(?: = ([^`]+))?`", cell)
+    cell = row.split(" | ")[-1]
+    found = re.findall(r"`([a-z]+(?:\.[a-z_]+)+)(?: ?= ?([^`]+))?`", cell)
     unknown = [key for key, value in found if value and key.split(".")[0] not in Config.model_fields]
     assert unknown == [], f"no such section: {unknown}"
     return [(key, value or None) for key, value in found if key.split(".")[0] in Config.model_fields]

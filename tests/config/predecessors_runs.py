@@ -1,4 +1,4 @@
-"""The tests that run each row of the last table of docs/predecessors.md: feature -> their names below ``tests/``.
+"""The tests that run each row of docs/predecessors.md: feature -> their names below ``tests/``.
 
 Three of them take the settings from all rows that have some of their keys (``OF_EVERY_ROW``). The tests of ``LAUNCH``
 take the settings of the rows that they name. A row that needs a GPU or vLLM has a test marked so, and at least one
@@ -63,7 +63,7 @@ RUN_BY: Mapping[str, tuple[str, ...]] = {
     "trainer TP, PP, ZeRO 0/1/2": (LAYOUTS, GATHERS, TRAINED),
     "grad clip, bf16, flash-attn, checkpointing": (
         TRAINED,
-        "learner/engine/test_recomputation.py::"
+        "learner/model/test_recomputation.py::"
         "test_selective_keeps_the_outputs_of_products_and_full_the_inputs_of_layers",
     ),
     "batch flags ibs, imbs, tbs, tMbs, tmbs, g": (
@@ -163,14 +163,14 @@ RUN_BY: Mapping[str, tuple[str, ...]] = {
         TRAINED,
         "learner/data/test_packing.py::test_pack_keeps_every_sequence_once_within_budget_and_balanced",
     ),
-    "exact global loss normalisation": ("learner/engine/test_layouts.py::test_a_step_is_the_same_under_every_layout",),
+    "exact global loss normalisation": ("learner/layouts/test_layouts.py::test_a_step_is_the_same_under_every_layout",),
     "optimizer/model offload": (
         GPU,
         "learner/engine/test_fsdp_engine.py::test_an_offloaded_engine_takes_the_same_steps",
     ),
     "Liger, gradient checkpointing": (
         TRAINED,
-        "learner/engine/test_logprobs.py::test_no_more_rows_than_a_chunk_ever_reach_the_head",
+        "learner/model/test_logprobs.py::test_no_more_rows_than_a_chunk_ever_reach_the_head",
     ),
     "env step": (f"{LAUNCH}test_the_guessing_game_is_played",),
     "env reset / no dataset": (PLAYED, READ),
