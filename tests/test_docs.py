@@ -27,7 +27,7 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE = (DOCS / "algorithms.md").read_text(encoding="utf-8")
 TASK_PAGES = "".join(
     (DOCS / f"{name}.md").read_text(encoding="utf-8")
-    for name in ("agents", "data", "rewards", "environments", "evaluation", "predecessors")
+    for name in ("agents", "data", "rewards", "environments", "watching", "predecessors")
 )
 
 
@@ -88,7 +88,7 @@ def test_every_key_that_the_pages_on_tasks_name_exists():
 
 
 def test_every_figure_of_an_evaluation_is_explained():
-    figures = (DOCS / "evaluation.md").read_text(encoding="utf-8").split("\n## Figures\n")[1].split("\n## ")[0]
+    figures = (DOCS / "watching.md").read_text(encoding="utf-8").split("\n## Figures\n")[1].split("\n## ")[0]
     named = set(re.findall(r"`(\w+)`", figures)) | {"pass_at_N"}  # that is pass_at_1, _2, ... there
     assert EVAL_FIGURES.keys() <= named
 

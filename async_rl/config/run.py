@@ -122,7 +122,7 @@ class LogConfig(Section):
         default=(),
         description="Where metrics and sampled rollouts also go; those of sft, dpo, rm and eval too: wandb, "
         "tensorboard, trackio, mlflow, or a sink that another package offers. None of them can stop or delay a run "
-        "that has begun (docs/loggers.md).",
+        "that has begun (docs/watching.md).",
     )
     wandb_mode: Literal["online", "offline"] = Field(
         default="online",
@@ -138,7 +138,7 @@ class LogConfig(Section):
         ge=1024,
         le=60000,
         description="Port at which the queue server serves metrics for Prometheus. The learner has the next one, and "
-        "the generators that launch starts those after it. If unset, none is served (docs/loggers.md).",
+        "the generators that launch starts those after it. If unset, none is served (docs/watching.md).",
     )
     prometheus_host: str = Field(
         default="127.0.0.1",

@@ -175,7 +175,7 @@ def test_a_follower_that_is_killed_is_started_again_and_a_failed_run_is_failed(
 
 def offer_sink(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Install the example of the docs, the sink ``csv``, as a package outside of the tree."""
-    page = (Path(__file__).parents[2] / "docs" / "loggers.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "watching.md").read_text()
     source = page.partition("```python\n")[2].partition("```")[0]
     install(directory, "my_sinks", {"my_sinks.py": source}, "[async_rl.sinks]\ncsv = my_sinks:Csv\n", monkeypatch)
 

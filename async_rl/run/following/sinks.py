@@ -1,6 +1,6 @@
 """What a run is logged to: the sinks of ``log.to``, and whether they can be used.
 
-Extensions and other packages offer a sink as NAME = MODULE:FACTORY of the kind ``async_rl.sinks`` (docs/loggers.md),
+Extensions and other packages offer a sink as NAME = MODULE:FACTORY of the kind ``async_rl.sinks`` (docs/watching.md),
 which is imported when the sink is opened. What can be said before, without importing its tool, is a function of the
 kind ``async_rl.sink_checks`` under the same name.
 """
