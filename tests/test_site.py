@@ -33,7 +33,7 @@ def test_a_link_or_an_anchor_that_leads_nowhere_is_found(tmp_path: Path):
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
     for name in ("mkdocs.yml", "README.md", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md"):
         shutil.copy(ROOT / name, tmp_path)
-    for name in ("examples", "async_rl", "deploy"):
+    for name in ("examples", "async_rl", "deploy", "packages", "tests"):
         (tmp_path / name).symlink_to(ROOT / name)
     with (tmp_path / "docs/index.md").open("a", encoding="utf-8") as page:
         page.write("\n[one](data.md#no-such-section) [two](no_such_page.md)\n")
