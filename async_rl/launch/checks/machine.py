@@ -55,7 +55,7 @@ def _requirements() -> list[str]:
     try:
         return requires("async-rl") or []
     except PackageNotFoundError:
-        project = Path(__file__).resolve().parents[2] / "pyproject.toml"
+        project = Path(__file__).resolve().parents[3] / "pyproject.toml"
         return tomllib.loads(project.read_text())["project"]["dependencies"]
 
 

@@ -13,7 +13,7 @@ from async_rl.launch.checks.scaling import DEVICE_BYTES, ROWS, markdown, memory
 from async_rl.learner.memory_plan import ModelShape, plan_memory
 from tests.learner.tiny import tiny_config, tiny_model
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def config_of(directory: Path, **sections: Any) -> Config:

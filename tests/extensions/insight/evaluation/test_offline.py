@@ -27,7 +27,7 @@ from tests.extensions.insight.evaluation.options import eval_options
 from tests.generator.scripted import CharacterText
 from tests.generator.scripted import ScriptedBackend as TurnBackend
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[4]
 CODE_ROWS = ROOT / "tests" / "data" / "mbpp_10.jsonl"
 GUESS = ROOT / "examples" / "environments" / "guess_number.py"
 
