@@ -88,7 +88,7 @@ def test_every_key_that_the_pages_on_tasks_name_exists():
 
 
 def test_every_figure_of_an_evaluation_is_explained():
-    figures = (DOCS / "watching.md").read_text(encoding="utf-8").split("\n## Figures\n")[1].split("\n## ")[0]
+    figures = (DOCS / "watching.md").read_text(encoding="utf-8").split("\n### Figures\n")[1].split("\n##")[0]
     named = set(re.findall(r"`(\w+)`", figures)) | {"pass_at_N"}  # that is pass_at_1, _2, ... there
     assert EVAL_FIGURES.keys() <= named
 
