@@ -42,7 +42,7 @@ class OfferedCommands(TyperGroup):
 def _command(app: typer.Typer) -> Any:
     """Return the command of ``app`` without options that would install a shell's completion of it."""
     command = get_command(app)
-    command.params = [one for one in command.params if one.name not in ("install_completion", "show_completion")]
+    command.params = [each for each in command.params if each.name not in ("install_completion", "show_completion")]
     return command
 
 

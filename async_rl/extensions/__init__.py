@@ -63,7 +63,7 @@ OFFERS: Mapping[str, Mapping[str, str]] = {
         "relay": "async_rl.extensions.agents.checks:check_relay",
     },
     "async_rl.rewards": {"code": "async_rl.extensions.code_rewards.builder:code_reward"},
-    "async_rl.environments": {},
+    "async_rl.environments": {},  # a kind that packages fill alone
     "async_rl.row_fields": {"test_cases": "async_rl.extensions.code_rewards.rows:read_tests"},
 }
-"""Kind -> name -> MODULE:ATTRIBUTE, for each kind in the order in which they are shown."""
+"""Kind -> name -> MODULE:ATTRIBUTE. Commands stand in the order in which the help shows them."""
