@@ -3,6 +3,7 @@
 #   make quickstart-compare    the same run once more on-policy, and both side by side over time
 #   make test                  the tests that a contributor runs: five to six minutes on two cores
 #   make test-all              these and the slow ones: whole runs, killed processes, several ranks
+#   make test-extension NAME=agents    all tests of an extension; NAME= of all. test-all LEAVE_OUT="agents ops": without
 #   make test-long             hours of histories, mutants and kills, for a release. DONE=FILE: go on with it later;
 #                              MINUTES=40: stop then, and go on with the same command
 #   make test-vllm             the tests that need vLLM, in an environment of their own with its CPU build
@@ -34,8 +35,8 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart quickstart-compare test test-all test-long test-vllm test-vllm-v2 test-loggers test-gpu \
-  gpu-smoke check site
+.PHONY: help install quickstart quickstart-compare test test-all test-extension test-long test-vllm test-vllm-v2 \
+  test-loggers test-gpu gpu-smoke check site
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -51,12 +52,17 @@ quickstart-compare: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(PARALLEL)
 
+ALL := -m "not long and not vllm" --hypothesis-profile=full $(PARALLEL)
 test-all: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not long and not vllm" --hypothesis-profile=full $(PARALLEL)
+	$(BIN)/python -m pytest $(ALL) $(LEAVE_OUT:%=--ignore=tests/extensions/%)
+
+test-extension: $(INSTALLED)
+	$(BIN)/python -m pytest $(ALL) tests/extensions/$(NAME)
 
 PIECE = $(if $(DONE),--done $(DONE)) $(if $(MINUTES),--minutes $(MINUTES))
 
 test-long: $(INSTALLED) $(VLLM_INSTALLED) $(LOGGERS_INSTALLED)
+	$(BIN)/python -m pytest $(ALL) tests/extensions $(PIECE)
 	$(BIN)/python -m pytest -m "long and not vllm" $(PIECE)
 	$(BIN)/python -m pytest -m slow -k struck_at_random_moments --kills 600 $(PIECE)
 	$(VLLM_VENV)/bin/python -m pytest -m "long and vllm" $(PIECE)
