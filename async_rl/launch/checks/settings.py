@@ -8,6 +8,22 @@ from async_rl.config.learner import check_offload
 from async_rl.config.parallel import Layout, check_sizes
 from async_rl.data.chat import model_routing, model_settings, vocabulary_size
 from async_rl.errors import ConfigError
+from async_rl.launch.checks.finding import Finding
+
+
+def find_age(config: Config) -> Finding:
+    """Return how old the trained data may be, in versions, and how old it will be where sampling is the faster side."""
+    bound, run_ahead = config.queue.max_staleness, config.queue.run_ahead
+    if config.learner.fixed_lag is not None or bound == 0:
+        return Finding("age of data", "OK", f"every token {bound} versions old (queue.max_staleness)")
+    if run_ahead == "auto" and config.queue.on_stale != "wait":
+        age = "in the mean at most 2 + 1.4 L / S: L seconds for a group, S for a step (time/group_s, time/own_step_s)"
+    elif isinstance(run_ahead, float | int):
+        age = f"about {run_ahead + 1:g} (queue.run_ahead)"
+    else:
+        age = "nearly that old"
+    found = f"at most {bound} versions (queue.max_staleness); where sampling is the faster side, {age}"
+    return Finding("age of data", "OK", found)
 
 
 def check_ranks(config: Config, num_ranks: int) -> None:

@@ -117,6 +117,7 @@ CHECKS: tuple[Check, ...] = (
     Check("sampling.stop_token_ids", "files", _LEARNERS, lambda s: settings.check_stop_tokens(s.config),
           needs=("model",)),
     Check("lengths", "files", _LEARNERS, lambda s: data.check_lengths(s.config, s.rows), needs=("data", "template")),
+    Check("age of data", "doctor", _LAUNCH, lambda s: [settings.find_age(s.config)]),
     Check("queue.max_bytes", "doctor", _LAUNCH, lambda s: data.check_queue_bytes(s.config), needs=("lengths",)),
     Check("tokenizer", "files", _LEARNERS, lambda s: data.check_tokenizer(s.config, s.rows), needs=("template",)),
     Check("special tokens", "doctor", _LAUNCH, lambda s: data.find_spellings(s.config, s.rows), needs=("template",)),

@@ -1,0 +1,26 @@
+"""The doctor says how old data may be, and how old it will be."""
+
+from typing import Any
+
+import pytest
+
+from async_rl.config.loading import parse_config
+from async_rl.launch.checks.settings import find_age
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({}, ["at most 4 versions", "2 + 1.4 L / S"]),
+        ({"queue": {"run_ahead": 3}}, ["at most 4 versions", "about 4 (queue.run_ahead)"]),
+        ({"queue": {"run_ahead": "bound", "max_staleness": 16}}, ["at most 16 versions", "nearly that old"]),
+        ({"queue": {"on_stale": "wait"}}, ["nearly that old"]),  # sampling is not paced there
+        ({"queue": {"max_staleness": 0}}, ["every token 0 versions old"]),
+        ({"queue": {"max_staleness": 2}, "learner": {"fixed_lag": 2}}, ["every token 2 versions old"]),
+    ],
+)
+def test_the_age_of_data_follows_from_bound_and_pace(settings: dict[str, Any], words: list[str]):
+    config = parse_config({"run": {"dir": "r"}, "model": {"path": "m"}, **settings}, "test")
+    found = find_age(config)
+    assert found.state == "OK"
+    assert [word for word in words if word not in found.found] == []
