@@ -8,6 +8,7 @@ and its last weights answer about 500 held-out rows.
     python -m benchmarks.staleness_real [--question NAME] [--tasks sums countdown] [--jobs 1]    # makes what is missing
     python -m benchmarks.staleness_real --run sums/lag-16/x4/0                                   # makes one run again
     python -m benchmarks.staleness_real --report                                                # prints the tables
+    python -m benchmarks.staleness_real --pictures docs                         # draws one for each question
     python -m benchmarks.staleness_real --notes                                # were the runs that broke named before?
 
 Rows go to ``staleness_real.jsonl`` as they come, so it may be stopped at any time. A run that was cut starts again. Of
@@ -40,6 +41,7 @@ from async_rl.run.figures.health import Health
 from async_rl.run.records.step_log import Row, read_rows
 from benchmarks.staleness_grid import Cell, Grid
 from benchmarks.staleness_notes import notes_report
+from benchmarks.staleness_pictures import draw_all
 from benchmarks.staleness_tables import report
 from examples import countdown
 
@@ -248,8 +250,10 @@ def main() -> None:
     parser.add_argument("--run", metavar="NAME", help="make this run again, as TASK/ARM/xRATE/SEED")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time; each keeps one to two cores busy")
     parser.add_argument("--report", action="store_true", help="no runs: print the tables of what there is")
+    parser.add_argument("--pictures", type=Path, metavar="DIR", help="no runs: draw the questions into DIR")
     parser.add_argument("--notes", action="store_true", help="no runs: print how early notes name those that break")
     options = parser.parse_args()
+    pictures = options.pictures and options.pictures.absolute()
     os.chdir(ROOT)
     grid, known = Grid.load(GRID), load()
     if options.notes:
@@ -257,6 +261,9 @@ def main() -> None:
         return
     if options.report:
         print(report(grid.questions, known))
+        return
+    if pictures:
+        print(*draw_all(grid.questions, known, pictures), sep="\n")
         return
     asked = [q for q in grid.questions if options.question in (None, q.name)]
     cells = [cell for cell in dict.fromkeys(c for q in asked for c in q.cells()) if cell.task in options.tasks]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import pairwise, product
+from itertools import groupby, pairwise, product
 from statistics import mean, stdev
 
 from async_rl.run.records.step_log import Row
@@ -26,17 +26,23 @@ _HEADS = (
 
 
 def report(questions: Sequence[Question], rows: Mapping[Cell, Row]) -> str:
-    """Return one Markdown table for each question of which there are runs.
+    """Return one Markdown table for each question of which there are runs; those of one title share it.
 
     *accuracy* is that of the answers at a run's end, *area* the mean accuracy under its curve, *late* the share of
     groups and tokens that were too old to train on. *difference* is the accuracy less the first arm's at the same rate
     and seed, with the 95 % interval of Student's t over seeds. Four of five such comparisons would find a difference as
     large as *could see*. If the interval has 0, the arms are not told apart, which does not mean that they are equal.
     """
-    return "\n\n".join(text for question in questions if (text := _table(question, rows)))
+    heads = f"| {' | '.join(_HEADS)} |\n{'|---' * len(_HEADS)}|"
+    tables = [
+        "\n".join([f"### {title}\n", heads, *lines])
+        for title, same in groupby(questions, key=lambda question: question.title)
+        if (lines := [line for question in same for line in _lines(question, rows)])
+    ]
+    return "\n\n".join(tables)
 
 
-def _table(question: Question, rows: Mapping[Cell, Row]) -> str:
+def _lines(question: Question, rows: Mapping[Cell, Row]) -> list[str]:
     lines: list[str] = []
     for task, rate in product(question.tasks, question.rates):
         by_arm = {
@@ -45,8 +51,7 @@ def _table(question: Question, rows: Mapping[Cell, Row]) -> str:
         }
         first = by_arm[question.arms[0]]
         lines += [_line(task, rate, arm, found, first) for arm, found in by_arm.items() if found]
-    heads = f"| {' | '.join(_HEADS)} |\n{'|---' * len(_HEADS)}|"
-    return "\n".join([f"### {question.title}\n", heads, *lines]) if lines else ""
+    return lines
 
 
 def _line(task: str, rate: float, arm: str, found: Mapping[int, Row], first: Mapping[int, Row]) -> str:
