@@ -33,3 +33,10 @@ def test_the_error_of_a_single_run_is_that_of_its_steps_but_at_least_ten_percent
     assert (low.speed_error, high.speed_error) == pytest.approx((0.1, 0.2))
     short = points_of([a_run(tmp_path / "1", 0, 1.0, num_steps=3), a_run(tmp_path / "5", 4, 0.5, num_steps=3)])
     assert short[0].speed_error == math.inf
+
+
+def test_the_set_that_all_runs_answered_most_often_is_judged(tmp_path: Path):
+    # "final" comes first by name, and was answered once, before the first step.
+    more = [{"step": 0, "time_s": 0.0, "eval/final/accuracy": 0.3}, eval_row(0, 0.3), eval_row(10, 0.9)]
+    (point,) = points_of([a_run(tmp_path / "0", 0, 1.0, more=more)])
+    assert (point.first, point.accuracy) == (0.3, 0.9)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from async_rl.errors import RunError
-from async_rl.extensions.insight.comparison.points import mean_of_known
+from async_rl.extensions.insight.comparison.points import judged_set, mean_of_known
 from async_rl.extensions.insight.comparison.summary import RunSummary
 from async_rl.extensions.insight.comparison.table import short_names
 from async_rl.run.figures.curve import new_figure, plain_label, running_mean, save_picture
@@ -57,9 +57,9 @@ def write_picture(summaries: Sequence[RunSummary], path: Path, recommended: int 
 def draw(summaries: Sequence[RunSummary], recommended: int | None = None) -> Figure:
     """Return the picture.
 
-    The learning curves are the accuracies on the first dataset, or the mean rewards if no run has evaluations.
+    The learning curves are the accuracies on ``judged_set``, or the mean rewards if no run has evaluations.
     """
-    dataset = min((dataset for summary in summaries for dataset in summary.evaluations), default="")
+    dataset = judged_set(summaries)
     figure = new_figure(11, 8.5)
     (per_step, per_second), (shares, mismatch) = figure.subplots(2, 2)
     groups = by_setting(summaries, recommended)

@@ -30,7 +30,7 @@ class Point:
         bound: the bound, in versions.
         steps_per_s: mean over the runs.
         speed_error: standard error of ``steps_per_s``; infinite if nothing is known about it.
-        accuracy: mean of the runs' last accuracies on the first dataset. None without evaluations.
+        accuracy: mean of the runs' last accuracies on ``judged_set``. None without evaluations.
         error: standard error of ``accuracy``.
         ess: mean effective sample size.
         staleness: mean staleness of trained tokens, in versions.
@@ -71,7 +71,7 @@ class Point:
 def points_of(summaries: Sequence[RunSummary]) -> list[Point]:
     """Return a point for each bound, in the order of the bounds."""
     groups = by_bound(summaries)
-    dataset = min((dataset for summary in summaries for dataset in summary.evaluations), default="")
+    dataset = judged_set(summaries)
     target = common_target(summaries, dataset) if dataset else 0.0
     is_enough = has_enough(summaries)
     speeds = [[run.steps_per_s for run in runs] for runs in groups]
@@ -94,6 +94,15 @@ def points_of(summaries: Sequence[RunSummary]) -> list[Point]:
         )
         for number, runs in enumerate(groups)
     ]
+
+
+def judged_set(summaries: Sequence[RunSummary]) -> str:
+    """Return the dataset that all runs answered most often, of several the first by name; empty without evaluations.
+
+    A set that is evaluated rarely, or only at a run's beginning and end, says little of runs that go on.
+    """
+    names = sorted({dataset for summary in summaries for dataset in summary.evaluations})
+    return max(names, key=lambda name: min(len(run.evaluations.get(name, ())) for run in summaries), default="")
 
 
 def by_bound(summaries: Sequence[RunSummary]) -> list[list[RunSummary]]:
