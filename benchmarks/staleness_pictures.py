@@ -18,7 +18,7 @@ _MARKERS = "o^sDv"
 
 
 def draw_all(questions: Sequence[Question], rows: Mapping[Cell, Row], directory: Path) -> list[Path]:
-    """Draw the questions of which there are runs; those of one title share a picture, ``staleness_NAME.png``.
+    """Draw the questions that compare at least two arms; those of one title share a picture, ``staleness_NAME.png``.
 
     A panel has the arms of a task at a rate, one below the other. Each run is a mark at its accuracy, whose form is its
     seed; the stroke is their mean, and the dotted line that of the first arm.
@@ -29,7 +29,7 @@ def draw_all(questions: Sequence[Question], rows: Mapping[Cell, Row], directory:
             (question, task, rate)
             for question in same
             for task, rate in product(question.tasks, question.rates)
-            if any(cell in rows for cell in question.cells() if (cell.task, cell.rate) == (task, rate))
+            if len({c.arm for c in question.cells() if c in rows and (c.task, c.rate) == (task, rate)}) > 1
         ]
         if panels:
             heights = [len(question.arms) for question, _, _ in panels]
