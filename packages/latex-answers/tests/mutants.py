@@ -87,13 +87,9 @@ def _of_commands(answer: str) -> Iterator[tuple[str, str]]:
         if found[0] in _OPERATORS and found[0] not in ("\\pm", "\\cup", "\\to"):
             yield "side", before + "+2" + found[0] + after
             yield "side", before + found[0] + " 2+" + after
-    for found in re.finditer(r"\\pmod\{[^{}]*\}", answer):
-        yield "modulus", answer[: found.start()] + "\\pmod{997}"
 
 
 def _of_lists(answer: str) -> Iterator[tuple[str, str]]:
-    if ",\\ldots" in answer:
-        yield "dots", answer.replace("\\ldots,", "")
     if "{" in answer or "," not in answer or ",\\!" in answer:
         return
     opening, closing = ("", "") if answer[0] not in "([" or answer[-1] not in ")]" else (answer[0], answer[-1])
@@ -113,55 +109,3 @@ def _of_upright_letters(answer: str) -> Iterator[tuple[str, str]]:
             if letter != found[1]:
                 yield "upright", answer[: found.start()] + f"\\mathrm{{{letter}}}" + answer[found.end() :]
         yield "upright", answer[: found.start()] + answer[found.end() :]
-
-
-def rewritten(number: int) -> Iterator[str]:
-    """Answers with upright letters, dots, degrees, moduli, intervals and relations around an integer."""
-    other = number + 3
-    yield f"{number}+2\\mathrm{{i}}"
-    yield f"3-{abs(number)}\\mathrm{{i}}"
-    yield f"{abs(number)}\\mathrm{{e}}^2"
-    yield f"\\frac{{\\mathrm{{e}}^{{{number}}}}}{{2}}"
-    yield f"\\mathrm{{e}}^{{{number}x}}+\\mathrm{{\\pi}}"
-    yield f"\\frac{{\\mathrm{{d}}y}}{{\\mathrm{{d}}x}}={number}x"
-    yield f"\\int_0^{{{abs(number)}}} f(x)\\,\\mathrm{{d}}x"
-    yield f"1,2,\\ldots,{number}"
-    yield f"a_1+a_2+\\cdots+a_{{{abs(number)}}}"
-    yield f"0.\\dot{{{abs(number) % 9}}}"
-    yield f"\\dot{{x}}={number}x"
-    yield f"{number}^\\circ"
-    yield f"\\sin {number}^\\circ"
-    yield f"n \\equiv {number} \\pmod{{{abs(number) + 5}}}"
-    yield f"x \\equiv {number} \\bmod {abs(number) + 5}"
-    yield f"({number},{other}]"
-    yield f"[{number},\\infty)"
-    yield f"(-\\infty,{number})\\cup[{other},\\infty)"
-    yield f"{number} \\le x < {other}"
-    yield f"x > {number}"
-    yield f"x \\in [{number},{other}]"
-    yield f"\\lim_{{n\\to\\infty}}a_n={number}"
-    yield f"\\gcd(m,n)={number}"
-    yield f"f'(x)={number}x"
-    yield f"f(x+1)-f(x)={number}"
-    yield f"|x-{abs(number)}|=2"
-    yield f"x^2+y^2={number}"
-    yield f"\\frac{{1}}{{2^{{{abs(number) + 40}}}}}"
-    yield f"\\log_{{{abs(number) + 2}}} x"
-    yield f"\\binom{{{abs(number) + 3}}}{{2}}"
-    yield f"\\mathbf{{u}}+{number}\\mathbf{{v}}"
-    yield f"\\operatorname{{lcm}}(a,b)={number}"
-    yield f"\\text{{area}}={number}"
-    yield f"{abs(number)}\\text{{ cm}}^2"
-    yield f"{abs(number)}\\%"
-    yield f"{abs(number)}:{abs(number) + 1}"
-    yield f"x={number} \\text{{ or }} x={other}"
-    yield f"\\{{{number},{other},x\\}}"
-    yield f"\\sum_{{k=1}}^{{{abs(number) + 1}}} k^2"
-    yield f"\\left\\lfloor \\frac{{x}}{{{abs(number) + 1}}} \\right\\rfloor"
-
-
-def all_answers() -> Iterator[str]:
-    """Every right answer that mutants are made of."""
-    yield from ANSWERS
-    for number in (-7, 2, 5, 13, 60, 391):
-        yield from rewritten(number)

@@ -19,15 +19,12 @@ from latex_answers.numbers import based_integer
         ("\\frac{\\frac12}3", "\\frac{\\frac{1}{2}}{3}"),
         ("x^\\frac12+1", "x^{\\frac{1}{2}}+1"),
         ("x^\\binom{n}{k}", "x^{\\binom{n}{k}}"),
-        ("\\sqrt3", "\\sqrt{3}"),
         ("\\sqrt 2+\\sqrt 5", "\\sqrt{2}+\\sqrt{5}"),
         ("\\sqrt[3]8", "\\sqrt[3]{8}"),
         ("\\sqrt10", "\\sqrt10"),
         ("\\left( x\\right ) z", "\\left( x\\right) z"),
         ("\\frac", "\\frac"),
-        ("\\frac1", "\\frac1"),
         ("\\frac{1", "\\frac{1"),
-        ("\\fraction", "\\fraction"),
     ],
 )
 def test_shorthands_are_spelled_out(text: str, expected: str):
@@ -43,18 +40,9 @@ def test_any_text_can_be_spelled_out_and_no_digit_moves(text: str):
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [
-        ("204_5", 54),
-        ("ff_{16}", 255),
-        ("12_{10}", 12),
-        ("9_5", None),
-        ("a_33", None),
-        ("A1_{16}", 161),
-        ("12", None),
-        ("x_1", None),
-        ("1_1", None),
-    ],
-)
+    [("204_5", 54), ("ff_{16}", 255), ("A1_{16}", 161), ("12_{10}", 12), ("9_5", None), ("a_33", None), ("12", None),
+     ("x_1", None), ("1_1", None)],
+)  # fmt: skip
 def test_integers_with_a_base(text: str, value: int | None):
     # 2 * 25 + 0 * 5 + 4 = 54.
     assert based_integer(text) == value

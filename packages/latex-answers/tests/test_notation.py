@@ -14,22 +14,16 @@ from latex_answers.notation import in_latex
     ("text", "latex"),
     [
         ("**73**", "73"),
-        ("**x+1**.", "x+1"),
-        ("2**3*x", "2^{3}*x"),
         ("x**2+1", "x^{2}+1"),
-        ("x**-1", "x^{-1}"),
         ("x**(n+1)", "x^(n+1)"),
         ("90\u00b0", "90^\\circ "),
         ("\u221a2/2", "\\sqrt{2}/2"),
-        ("2\u221a113", "2\\sqrt{113}"),
         ("x\u00b2\u2212x\u207b\u00b9", "x^{2}-x^{-1}"),
         ("a\u2081\u2080", "a_{10}"),
         ("2\u03c0r", "2\\pi r"),
         ("\\mathrm{e}^2", "e^2"),
         ("1+2\\mathrm{i}", "1+2i"),
-        ("\\operatorname{i}", "i"),
         ("x^\\mathrm{e}", "x^{e}"),
-        ("2\\cdot\\mathrm{e}", "2\\cdot e"),
         ("\\frac{\\mathrm{d}y}{\\mathrm{d} x}", "\\frac{dy}{d x}"),
         ("\\mathrm{\\pi}r", "\\pi r"),
         ("{\\rm d}x", "dx"),
@@ -70,23 +64,10 @@ def test_other_notations_become_latex(text: str, latex: str):
 @pytest.mark.parametrize(
     "sign",
     [
-        "**",
-        "__",
-        "\\not",
-        "\\{",
-        "\\{x",
-        "\\mathrm",
-        "\\mathbb",
-        "{\\rm",
-        "2**",
-        "\u20ac",
-        "(",
-        "^",
-        "1^\\circ",
-        "\\color{",
-        "(f\\circ g)(",
+        "**", "__", "\\not", "\\{", "\\{x", "\\mathrm", "\\mathbb", "{\\rm", "2**", "\u20ac", "(", "^", "1^\\circ",
+        "\\color{", "(f\\circ g)(",
     ],
-)
+)  # fmt: skip
 def test_the_time_for_a_long_answer_is_linear(sign: str):
     # In this process, whatever a model wrote. A cubic time would be hours.
     start = time.process_time()

@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 import sympy
 
-import latex_answers
-
 PROJECT = Path(__file__).resolve().parents[1]
 SOURCES = PROJECT / "src"
 
@@ -24,10 +22,6 @@ def run(*command: str, cwd: Path, **variables: str) -> str:
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return done.stdout
-
-
-def test_everything_that_is_offered_is_there():
-    assert all(hasattr(latex_answers, name) for name in latex_answers.__all__)
 
 
 def test_nothing_but_the_reader_imports_sympy(tmp_path: Path):

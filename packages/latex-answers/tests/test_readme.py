@@ -30,9 +30,3 @@ def test_its_programs_run(program: str):
 @pytest.mark.parametrize(("gold", "answer", "is_equal"), examples())
 def test_its_examples_are_judged_as_it_says(gold: str, answer: str, is_equal: bool):
     assert equal(answer, gold) == is_equal
-
-
-def test_it_has_examples_of_both_verdicts():
-    verdicts = [is_equal for _, _, is_equal in examples()]
-    assert len(verdicts) > 30
-    assert verdicts.count(False) > 10
