@@ -5,7 +5,6 @@ from typing import Any
 
 from async_rl.config.config import Config
 from async_rl.config.contradictions import Contradiction
-from async_rl.config.document import markdown
 from async_rl.config.exclusions import EXCLUSIONS
 from async_rl.config.loading import parse_config
 from async_rl.config.loss_contradictions import CONTRADICTIONS
@@ -51,12 +50,3 @@ def test_each_example_is_refused_by_its_row_and_needs_all_its_settings():
             if pattern.fullmatch(refusal({one: value for one, value in example.items() if one != key})):
                 wrong.append(f"{example}: refused without {key} too")
     assert not wrong, "\n".join(wrong)
-
-
-def test_the_page_of_all_keys_lists_every_row_without_templates():
-    listed = [line for line in markdown().partition("## What excludes what")[2].splitlines() if line.startswith("| `")]
-    for row in ROWS:
-        keys, expected, _ = row.described
-        (line,) = (line for line in listed if line.endswith(f" | {expected} |"))
-        assert keys in line
-    assert not any("{" in line for line in listed)

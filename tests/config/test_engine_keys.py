@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 from async_rl.config.config import Config
-from async_rl.config.generator import BACKENDS, ENGINE_KEYS, GeneratorConfig, SamplingConfig, unread_keys
-from async_rl.config.loading import parse_config
-from async_rl.config.run import VllmConfig
+from async_rl.config.generator import BACKENDS, ENGINE_KEYS
+from async_rl.config.loading import apply_override, parse_config
 from async_rl.errors import ConfigError
 from async_rl.launch.checks.settings import check_engine_keys
 
@@ -24,15 +24,6 @@ REFUSED_BY_CAPABILITY: dict[str, Any] = {
 }
 """Keys that ``check_capabilities`` refuses, each with a value that asks for something."""
 
-READ_BY_ALL = {
-    # by launch and the loop around a backend
-    "generator.backend", "generator.count", "generator.prometheus_port", "generator.devices", "generator.batch_size",
-    "generator.peer_port",
-    "generator.max_concurrent_groups", "generator.num_threads", "generator.allow_code", "generator.serve",
-    # by the queue, which puts them into leases; the fake backend has no model, so it writes no stop string
-    "sampling.group_size", "sampling.temperature", "sampling.temperature_end", "sampling.temperature_steps",
-    "sampling.max_new_tokens", "sampling.max_prompt_tokens", "sampling.stop",
-}  # fmt: skip
 
 CHANGED = {
     "generator.memory_fraction": 0.5,
@@ -45,18 +36,8 @@ CHANGED = {
 
 def config_with(key: str, value: Any, backend: str) -> Config:
     raw: dict[str, Any] = {"run": {"dir": "r"}, "model": {"path": "m"}, "generator": {"backend": backend}}
-    *path, last = key.split(".")
-    section = raw
-    for part in path:
-        section = section.setdefault(part, {})
-    section[last] = value
+    apply_override(raw, f"{key}={json.dumps(value)}")
     return parse_config(raw, "test")
-
-
-def test_every_key_says_who_reads_it():
-    sections = {"generator": GeneratorConfig, "sampling": SamplingConfig, "experimental.vllm": VllmConfig}
-    keys = {f"{name}.{key}" for name, section in sections.items() for key in section.model_fields}
-    assert keys == {*ENGINE_KEYS, *REFUSED_BY_CAPABILITY, *READ_BY_ALL}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -83,11 +64,3 @@ def test_a_key_beyond_what_a_backend_can_do_is_refused_or_carried_out(key: str):
         else:
             with pytest.raises(ConfigError, match=key):
                 config_with(key, REFUSED_BY_CAPABILITY[key], backend)
-
-
-def test_auto_and_a_backend_of_the_user_refuse_nothing():
-    for backend in ("auto", "my.py:Backend"):
-        check_engine_keys(config_with("generator.memory_fraction", 0.5, backend))
-    assert unread_keys(config_with("generator.memory_fraction", 0.5, "auto"), "transformers") == [
-        "generator.memory_fraction"
-    ]

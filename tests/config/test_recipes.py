@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -54,14 +53,3 @@ def test_a_recipe_says_what_it_needs_and_what_came_out(recipe: Path):
     # What it names in the repository is there.
     named = re.findall(r"\b(?:configs|docs|examples|tests)/[\w./-]+\.\w+", text)
     assert [path for path in named if not (ROOT / path).exists()] == []
-
-
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
-def test_the_data_of_a_recipe_is_made_by_the_script_that_it_names(recipe: Path):
-    raw = tomllib.loads(recipe.read_text(encoding="utf-8"))
-    data = raw.get("data", {})
-    sources = [data.get("train", ""), *data.get("eval", {}).values(), raw.get("sft", {}).get("data", "")]
-    made = [Path(source).stem for source in sources if source.startswith("data/")]
-    scripts = [ROOT / word for command in commands(recipe) for word in command if word.endswith(".py")]
-    texts = "".join(script.read_text(encoding="utf-8") for script in scripts)
-    assert [name for name in made if name not in texts] == []

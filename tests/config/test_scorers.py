@@ -1,94 +1,52 @@
-"""The tables of scorers, and the keys that name them."""
+"""The tables of scorers, and the keys that name them: reward models and teachers."""
 
 from typing import Any
 
 import pytest
 
-from async_rl.config.config import Config
-from async_rl.config.loading import config_from_toml, config_to_toml, load_config, parse_config
-from async_rl.errors import ConfigError
+from async_rl.queue.core.admission import QueueSettings
+from tests.config.made import a_config, copy_of
 
 JUDGE = {"model": "rm", "address": "tcp://127.0.0.1:5570"}
-
-ASKS: dict[str, Any] = {"type": "judge", "judge": {"endpoint": "http://x/v1", "model": "m"}}
-SOLVED = {"curriculum": {"solved_at": 0.9}}
-
-
-def raw(**sections: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "run": {"dir": "r"},
-        "model": {"path": "m"},
-        "queue": {"filter_range": []},
-        "reward": {"type": "model", "model": "judge"},
-        "scorer": {"judge": JUDGE},
-        **sections,
-    }
-
-
-def refusal(**sections: dict[str, Any]) -> str:
-    with pytest.raises(ConfigError) as refused:
-        parse_config(raw(**sections), "test")
-    return str(refused.value)
-
-
-def test_a_reward_model_is_a_scorer_that_reward_model_names():
-    config = parse_config(raw(), "test")
-    assert config.scorers_by_use == {"reward.model": "judge"}
-    assert config.reward.asks_scorer
-    assert config_from_toml(config_to_toml(config), "copy") == config
-
-
-def test_a_table_of_a_scorer_is_read_from_a_file_and_set_by_an_override(tmp_path: Any):
-    path = tmp_path / "run.toml"
-    path.write_text(
-        '[run]\ndir = "r"\n[model]\npath = "m"\n[queue]\nfilter_range = []\n[reward]\ntype = "model"\nmodel = "judge"\n'
-        '[scorer.judge]\nmodel = "rm"\naddress = "tcp://127.0.0.1:5570"\n',
-        encoding="utf-8",
-    )
-    config = load_config(path, ["scorer.judge.max_tokens=99"])
-    assert (config.scorer["judge"].model, config.scorer["judge"].max_tokens) == ("rm", 99)
-
-
-def test_vllm_is_an_engine_of_reward_models():
-    judge = {**JUDGE, "backend": "vllm", "memory_fraction": 0.3}
-    config = parse_config(raw(scorer={"judge": judge}), "test")
-    assert (config.scorer["judge"].backend, config.scorer["judge"].memory_fraction) == ("vllm", 0.3)
-    assert parse_config(raw(), "test").scorer["judge"].backend == "transformers"
-    assert config_from_toml(config_to_toml(config), "copy") == config
-
-
-def test_a_reward_model_may_be_one_of_several_rewards():
-    reward = {"type": "boxed", "model": "judge", "extra": {"model": 0.5}}
-    config = Config.model_validate(raw(reward=reward, queue={}))  # the accuracy is that of boxed
-    assert config.queue.filter_range == (0.01, 0.99)
+BIG = {"model": "big", "address": "tcp://127.0.0.1:5571"}
+OFF = {"filter_range": []}
+SCORED: dict[str, Any] = {"queue": OFF, "reward": {"type": "model", "model": "judge"}, "scorer": {"judge": JUDGE}}
+TAUGHT: dict[str, Any] = {"scorer": {"big": BIG}, "distill": {"teacher": "big"}}
 
 
 @pytest.mark.parametrize(
-    ("sections", "message"),
+    ("sections", "uses"),
     [
-        ({"scorer": {"judge": {"model": "rm"}}}, "scorer.judge.address: expected a value, got none"),
-        ({"scorer": {"judge": {**JUDGE, "port": 1}}}, "scorer.judge.port: unknown key"),
+        (SCORED, {"reward.model": "judge"}),
         (
-            {"scorer": {"judge": {**JUDGE, "address": "tcp://0.0.0.0:1"}}},
-            "a host and a port that others connect to",
+            SCORED | {"scorer": {"judge": {**JUDGE, "backend": "vllm", "memory_fraction": 0.3}}},
+            {"reward.model": "judge"},
         ),
-        ({"queue": {}}, "queue.filter_range: expected [] with an accuracy"),
-        ({"data": SOLVED}, "data.curriculum: expected none with an accuracy"),
-        ({"reward": ASKS, "scorer": {}, "queue": {}, "data": SOLVED}, "data.curriculum: expected none with an accur"),
+        (TAUGHT, {"distill.teacher": "big"}),
         (
-            {"reward": {**ASKS, "judge": {**ASKS["judge"], "rubric": "Q {answer}", "rubric_file": "f"}}, "scorer": {}},
-            "rubric_file: expected no value with rubric",
-        ),
-        (
-            {"scorer": {"judge": {**JUDGE, "launch": False, "device": 1}}},
-            "device: expected no value with launch = false",
-        ),
-        ({"scorer": {"judge": {**JUDGE, "backend": "sglang"}}}, "scorer.judge.backend: expected"),
-        (
-            {"scorer": {"judge": {**JUDGE, "memory_fraction": 0.5}}},
-            "memory_fraction: expected no value with backend transformers, which does not read it, got 0.5",
+            {
+                "scorer": {"big": BIG, "other": JUDGE},
+                "data": {"train": {"maths": "a.jsonl", "code": "b.jsonl"}},
+                "distill": {"teacher": "big", "teachers": {"code": "other"}},
+            },
+            {"distill.teacher": "big", "distill.teachers.code": "other"},
         ),
     ],
+    ids=["reward model", "reward model in vLLM", "teacher", "teacher of a source"],
 )
-def test_what_would_score_nothing_is_refused_by_name(sections: dict[str, Any], message: str):
-    assert message in refusal(**sections)
+def test_scorers_are_used_by_the_keys_that_name_them(sections: dict[str, Any], uses: dict[str, str]):
+    config = a_config(**sections)
+    assert config.scorers_by_use == uses
+    assert copy_of(config) == config
+    assert config.distill.teacher_of("code") == uses.get("distill.teachers.code", uses.get("distill.teacher"))
+
+
+def test_the_queue_reserves_bytes_for_a_teachers_scores():
+    def worst(**distill: Any) -> int:
+        taught = TAUGHT | {"distill": {"teacher": "big", "form": "loss", **distill}} if distill else {}
+        config = a_config(sampling={"group_size": 2, "max_new_tokens": 100}, **taught)
+        return QueueSettings.from_config(config, vocab_size=None).worst_case_bytes
+
+    # 4 bytes a sampled token, and 8 for each of the likeliest tokens: 2 rollouts of 100 tokens.
+    assert worst(top_k=0) - worst() == 2 * 100 * 4
+    assert worst(top_k=5) - worst(top_k=0) == 2 * 100 * 40
