@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -49,59 +47,35 @@ def test_the_files_of_a_model_rebuild_its_tokenizer_elsewhere_and_hold_no_weight
     check_model(elsewhere)
 
 
-def test_a_missing_directory_is_named(tmp_path):
-    with pytest.raises(ModelError, match=r"no directory .*nowhere"):
-        check_model(tmp_path / "nowhere")
-
-
-def test_a_directory_without_config_is_refused(directory):
-    (directory / "config.json").unlink()
-    for check in (check_model, model_files):
-        with pytest.raises(ModelError, match=r"expected a config\.json"):
-            check(directory)
-
-
-def test_a_config_that_is_not_json_is_refused(directory):
-    (directory / "config.json").write_text("{")
-    with pytest.raises(ModelError, match=r"can't read .*config\.json"):
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("config.json", None, r"expected a config\.json"),
+        ("config.json", "{", r"can't read .*config\.json"),
+        ("chat_template.jinja", None, r"no chat template.*put a chat_template\.jinja"),
+        ("chat_template.jinja", "{{ raise_exception('only monologues') }}", r"roles \['user'\]: only monologues"),
+        ("tokenizer.json", None, "expected a tokenizer in"),
+        ("tokenizer.json", "{", "can't load a tokenizer"),
+    ],
+)
+def test_a_directory_without_a_usable_file_is_refused_by_its_name(directory, name: str, content: str | None, told: str):
+    if content is not None:
+        (directory / name).write_text(content)
+    else:
+        for path in directory.glob("tokenizer*" if name == "tokenizer.json" else name):
+            path.unlink()
+    with pytest.raises(ModelError, match=told):
         check_model(directory)
 
 
-def test_a_reward_model_is_no_policy(directory):
+def test_what_is_no_policy_is_refused(directory, tmp_path):
+    with pytest.raises(ModelError, match=r"no directory .*nowhere"):
+        check_model(tmp_path / "nowhere")
     config = json.loads((directory / "config.json").read_text())
     config["architectures"] = ["LlamaForSequenceClassification"]
     (directory / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match=r"expected a causal LM in .*, got LlamaForSequenceClassification"):
         check_model(directory)
-
-
-def test_a_tokenizer_without_chat_template_is_refused_with_a_remedy(directory):
-    (directory / "chat_template.jinja").unlink()
-    with pytest.raises(ModelError, match=r"no chat template.*put a chat_template\.jinja"):
-        check_model(directory)
-
-
-def test_a_missing_tokenizer_is_refused(directory):
-    for path in directory.glob("tokenizer*"):
-        path.unlink()
-    with pytest.raises(ModelError, match="expected a tokenizer in"):
-        check_model(directory)
-
-
-def test_an_unreadable_tokenizer_is_refused(directory):
-    (directory / "tokenizer.json").write_text("{")
-    with pytest.raises(ModelError, match="can't load a tokenizer"):
-        check_model(directory)
-
-
-def test_a_template_that_refuses_the_messages_is_a_model_error(directory):
-    (directory / "chat_template.jinja").write_text("{{ raise_exception('only monologues') }}")
-    with pytest.raises(
-        ModelError, match=r"fails on a prompt whose messages have the roles \['user'\]: only monologues"
-    ):
-        check_model(directory)
-
-
-def test_importing_the_module_imports_no_torch():
-    code = "import sys, async_rl.data.chat; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    (directory / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"expected a config\.json"):
+        model_files(directory)

@@ -28,7 +28,6 @@ PAIRS = [["q", "a"]]
         ({"history": json.dumps(PAIRS)}, [ASK], OLD, [ASK]),  # as in CSV
         ({"history": PAIRS}, [*OLD, ASK], [], [*OLD, ASK]),  # the messages have it already
         ({"system": "be brief", "history": PAIRS}, [ASK], [SYSTEM, *OLD], [ASK]),
-        ({"system": "", "history": []}, [SYSTEM, ASK], [SYSTEM], [ASK]),
         ({"system": None, "history": "[]"}, [ASK], [], [ASK]),
     ],
 )
@@ -58,11 +57,6 @@ def test_a_column_that_would_be_lost_is_refused_by_name(name: str):
         check_columns({name: [0, 1]}, "row")
 
 
-@pytest.mark.parametrize("name", MASKS)
-def test_a_mask_of_token_ids_belongs_to_another_form_of_the_row(name: str):
-    check_columns({name: [0, 1], "input_ids": [5, 6]}, "row")
-
-
 def test_built_in_rewards_leave_system_and_history_to_the_prompt():
     row = {"prompt": "1+1", "system": "be brief", "history": PAIRS, "gt_answer": "2"}
     found = parse_row(row, "row", RowRules(system_prompt="not this"))
@@ -81,7 +75,6 @@ def test_built_in_rewards_leave_system_and_history_to_the_prompt():
     ("sections", "is_read"),
     [
         ({}, True),
-        ({"reward": {"extra": {"xml_format": 1.0}}}, True),
         ({"reward": {"type": "own.py:score"}}, False),
         ({"reward": {"extra": {"own.py:score": 0.5}}}, False),
         ({"data": {"ignore": ["system"]}}, False),

@@ -121,24 +121,6 @@ def test_what_is_no_such_file_is_refused(tmp_path: Path, name: str, content: str
         load_rows(str(tmp_path / name))
 
 
-def test_a_bad_record_of_a_table_is_skipped_and_counted(tmp_path: Path):
-    path = tmp_path / "rows.csv"
-    path.write_text("prompt,gt_answer\n1+1?,2\n1+2?\n1+3?,4\n")
-    loaded = load_rows(str(path), on_bad_row="skip")
-    assert [row.reward_data["gt_answer"] for row in loaded.rows] == ["2", "4"]
-    assert (loaded.num_skipped, loaded.first_skipped) == (
-        1,
-        f"{path}:3: expected 2 cells, as many as the header has, got fewer",
-    )
-
-
-def test_a_key_that_only_some_rows_of_a_table_have_is_no_key_of_the_others(tmp_path: Path):
-    rows = [{**ROWS[0], "level": 1}, {**ROWS[1], "level": None}]
-    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    loaded = load_rows(str(tmp_path / "rows.parquet"))
-    assert ["level" in row.reward_data for row in loaded.rows] == [True, False]
-
-
 def test_a_directory_has_splits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     # What a dataset of the hub looks like once it is fetched; nothing is fetched here.
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -148,48 +130,23 @@ def test_a_directory_has_splits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for split, row in zip(("train", "test"), ROWS):
         parquet.write_table(pa.Table.from_pylist([row]), data / f"{split}-00000.parquet")
     assert load_rows(str(data)).rows[0].reward_data["gt_answer"] == "2"
-    loaded = load_rows(f"test@{data}")
-    assert [row.reward_data["gt_answer"] for row in loaded.rows] == ["1,2"]
-    assert loaded.digest != load_rows(f"train@{data}").digest
+    assert load_rows(f"test@{data}").rows[0].reward_data["gt_answer"] == "1,2"
     with pytest.raises(DataError, match=r"can't load the dataset .* \(split 'dev'\)"):
         load_rows(f"dev@{data}")
 
 
-def test_what_datasets_saved_is_read(tmp_path: Path):
+def test_rows_of_the_hub_are_rows_and_a_name_that_can_not_be_fetched_is_refused(monkeypatch: pytest.MonkeyPatch):
     import datasets
 
-    splits = {"train": datasets.Dataset.from_list(ROWS[:1]), "test": datasets.Dataset.from_list(ROWS[1:])}
-    datasets.DatasetDict(**splits).save_to_disk(str(tmp_path / "saved"))
-    assert load_rows(f"test@{tmp_path / 'saved'}").rows[0].reward_data["gt_answer"] == "1,2"
-
-
-def test_a_name_of_the_hub_that_can_not_be_fetched_is_refused_with_the_name(tmp_path: Path, monkeypatch: Any):
-    import datasets
-
-    asked: list[Any] = []
-
-    def load_dataset(path: str, config: str | None, *, split: str) -> None:
-        asked.append((path, config, split))
-        raise ConnectionError("no route to the hub")
+    def load_dataset(path: str, config: str | None, *, split: str) -> datasets.Dataset:
+        if (path, config, split) != ("openai/gsm8k", "main", "test"):
+            raise ConnectionError("no route to the hub")
+        return datasets.Dataset.from_list(ROWS)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with pytest.raises(DataError, match=r"dataset test@openai/gsm8k:main \(split 'test'\): ConnectionError: no route"):
-        load_rows("test@openai/gsm8k:main")
-    assert asked == [("openai/gsm8k", "main", "test")]
-
-
-def test_rows_of_the_hub_are_rows(monkeypatch: Any):
-    import datasets
-
-    monkeypatch.setattr(datasets, "load_dataset", lambda path, config, *, split: datasets.Dataset.from_list(ROWS))
-    loaded = load_rows("owner/name")
-    assert [row.reward_data["gt_answer"] for row in loaded.rows] == ["2", "1,2"]
-    monkeypatch.setattr(
-        datasets, "load_dataset", lambda path, config, *, split: datasets.Dataset.from_list([{"question": "1+1?"}])
-    )
-    with pytest.raises(
-        DataError, match=r"owner/name: row 1: expected a row .* got no messages among the keys .'question'"
-    ):
+    rows = load_rows("test@openai/gsm8k:main").rows
+    assert [row.reward_data["gt_answer"] for row in rows] == ["2", "1,2"]
+    with pytest.raises(DataError, match=r"dataset owner/name \(split 'train'\): ConnectionError: no route"):
         load_rows("owner/name")
 
 
@@ -229,20 +186,3 @@ def test_a_single_file_has_no_splits_but_train(tmp_path: Path):
 def test_a_file_whose_name_has_an_at_sign_is_that_file(tmp_path: Path):
     write_jsonl(tmp_path / "test@rows.jsonl")
     assert len(load_rows(str(tmp_path / "test@rows.jsonl"), rules=RowRules()).rows) == 2
-
-
-def test_values_inside_structs_of_parquet_are_read_by_dotted_columns(tmp_path: Path):
-    # The form of verl's files: the prompt is a list of messages, the answer is inside a struct.
-    row = {
-        "data_source": "d",
-        "prompt": [{"role": "user", "content": "1+1"}],
-        "reward_model": {"style": "rule", "ground_truth": "2"},
-        "extra_info": {"index": 7, "split": "train"},
-    }
-    parquet.write_table(pa.Table.from_pylist([row, row]), tmp_path / "rows.parquet")
-    rules = RowRules(columns={"gt_answer": "reward_model.ground_truth"})
-    rows = load_rows(f"{tmp_path}/rows.parquet", rules=rules).rows
-    assert [one.messages[0]["content"] for one in rows] == ["1+1", "1+1"]
-    assert rows[0].reward_data == {
-        "data_source": "d", "gt_answer": "2", "reward_model": row["reward_model"], "extra_info": row["extra_info"],
-    }  # fmt: skip

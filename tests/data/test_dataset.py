@@ -3,14 +3,15 @@
 import hashlib
 import json
 import math
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
 
-from async_rl.config.loading import parse_config
-from async_rl.data.dataset import LoadedRows, Row, RowRules, empty_rows, load_rows, load_train_rows
+from async_rl.data.dataset import LoadedRows, Row, RowRules, load_rows, load_train_rows, parse_row
 from async_rl.errors import DataError
 from async_rl.net.wire import decode, encode
+from tests.config.made import a_config
 
 DATA = Path(__file__).parent
 GOOD = '{"messages": {"role": "user", "content": "1+1?"}, "gt_answer": "2"}'
@@ -27,40 +28,22 @@ def with_answer(answer: object) -> str:
     return json.dumps({"messages": {"role": "user", "content": "q"}, "gt_answer": answer})
 
 
-def test_a_message_object_and_a_list_of_messages_load_alike(tmp_path: Path):
-    listed = '{"messages": [{"role": "user", "content": "1+1?"}], "gt_answer": "2"}'
-    loaded = load_text(tmp_path, f"{GOOD}\n{listed}\n")
-    assert loaded.rows == (Row(({"role": "user", "content": "1+1?"},), {"gt_answer": "2"}),) * 2
-    assert loaded.num_skipped == 0
-
-
 @pytest.mark.parametrize(
     ("answer", "text"),
-    [
-        ("2", "2"),
-        (2, "2"),
-        (-3, "-3"),
-        (0, "0"),
-        (0.5, "0.5"),
-        (1e-7, "0.0000001"),
-        (2**80, str(2**80)),
-        (" x ", " x "),
-    ],
-)
-def test_answers_become_text(tmp_path: Path, answer: object, text: str):
-    assert load_text(tmp_path, with_answer(answer)).rows[0].reward_data == {"gt_answer": text}
+    [("2", "2"), (2, "2"), (-3, "-3"), (0, "0"), (0.5, "0.5"), (1e-7, "0.0000001"), (2**80, str(2**80)), (" x ", " x "),
+     (Decimal("1.50"), "1.50")],
+)  # fmt: skip
+def test_answers_become_text_and_other_keys_stay(answer: object, text: str):
+    other = {"level": 3, "tags": ["a", 0.5], "source": {"id": None}}
+    row = parse_row({"messages": {"role": "user", "content": "q"}, "gt_answer": answer, **other}, "f:1", RowRules())
+    assert row == Row(({"role": "user", "content": "q"},), {"gt_answer": text, **other})
 
 
-def test_other_keys_become_reward_data(tmp_path: Path):
-    row = {
-        "messages": {"role": "user", "content": "q"},
-        "gt_answer": "2",
-        "level": 3,
-        "tags": ["a", 0.5],
-        "source": {"id": None},
-    }
-    rows = load_text(tmp_path, json.dumps(row)).rows
-    assert rows[0].reward_data == {"gt_answer": "2", "level": 3, "tags": ["a", 0.5], "source": {"id": None}}
+def test_an_environments_rows_need_neither_messages_nor_an_answer():
+    rules = RowRules(system_prompt="Think.", needs=(), needs_prompt=False)
+    assert parse_row({"extra_info": {"number": 7}}, "f:1", rules) == Row((), {"extra_info": {"number": 7}})
+    with pytest.raises(DataError, match="f:1: expected a row with"):
+        parse_row({"extra_info": {"number": 7}}, "f:1", RowRules())
 
 
 def test_blank_lines_a_byte_order_mark_and_carriage_returns_are_fine(tmp_path: Path):
@@ -72,11 +55,6 @@ def test_blank_lines_a_byte_order_mark_and_carriage_returns_are_fine(tmp_path: P
 def test_unicode_line_separators_inside_a_text_do_not_split_the_row(tmp_path: Path):
     row = '{"messages": {"role": "user", "content": "a\u2028b"}, "gt_answer": "2"}'
     assert load_text(tmp_path, row).rows[0].messages[0]["content"] == "a\u2028b"
-
-
-def test_the_system_prompt_goes_in_front(tmp_path: Path):
-    rows = load_text(tmp_path, GOOD, system_prompt="Think.").rows
-    assert rows[0].messages == ({"role": "system", "content": "Think."}, {"role": "user", "content": "1+1?"})
 
 
 def test_a_rows_own_system_message_wins(tmp_path: Path):
@@ -106,23 +84,15 @@ def test_the_digest_is_the_files_sha256(tmp_path: Path):
     ("row", "complaint"),
     [
         ('{"messages": ', "expected one JSON object per line"),
-        (GOOD + GOOD, "expected one JSON object per line"),
         ("[1, 2]", "expected a JSON object, got a list of 2"),
-        ('"text"', "expected a JSON object, got the text 'text'"),
-        ("null", "expected a JSON object, got null"),
         ('{"question": "q", "answer": "2"}', r"got no messages among the keys \['answer', 'question'\]"),
         ('{"messages": {"role": "user", "content": "q"}}', r"got no gt_answer among the keys \['messages'\]"),
         (with_answer(None), "got no gt_answer"),
-        (with_answer(""), "gt_answer: expected a number, or text that is not blank"),
         (with_answer("  "), "gt_answer: expected a number, or text that is not blank"),
         (with_answer(True), "gt_answer: .* got true"),
         (with_answer(["2"]), "gt_answer: .* got a list of 1"),
         (with_answer(2).replace("2}", "NaN}"), "gt_answer: .* got the number nan"),
-        (with_answer(2).replace("2}", "1e999}"), "gt_answer: .* got the number inf"),
         ('{"messages": "q", "gt_answer": "2"}', "messages: expected a message or a list of messages, got the text 'q'"),
-        ('{"messages": [], "gt_answer": "2"}', "messages: expected a message or a list of messages, got a list of 0"),
-        ('{"messages": ["q"], "gt_answer": "2"}', r"messages\[0\]: expected"),
-        ('{"messages": [{"role": "user"}], "gt_answer": "2"}', r"messages\[0\]: expected"),
         ('{"messages": [{"role": "", "content": "q"}], "gt_answer": "2"}', r"messages\[0\]: expected"),
         ('{"messages": [{"role": "user", "content": 5}], "gt_answer": "2"}', r"messages\[0\]: expected"),
         ('{"messages": [{"role": "user", "content": [{"type": "image"}]}], "gt_answer": "2"}', r"expected .*image"),
@@ -162,16 +132,6 @@ def test_a_dataset_of_bad_rows_alone_is_refused_even_when_skipping(tmp_path: Pat
         load_text(tmp_path, "{}\n{}\n", on_bad_row="skip")
 
 
-def test_a_missing_file_is_refused(tmp_path: Path):
-    with pytest.raises(DataError, match=r"no dataset at .*absent\.jsonl"):
-        load_rows(str(tmp_path / "absent.jsonl"))
-
-
-def test_a_directory_without_data_files_is_refused(tmp_path: Path):
-    with pytest.raises(DataError, match=r"can't load the dataset .* a directory of data files"):
-        load_rows(str(tmp_path))
-
-
 @pytest.mark.parametrize(("name", "num_rows"), [("gsm8k_train_64.jsonl", 64), ("gsm8k_test_32.jsonl", 32)])
 def test_the_committed_slices_load_and_travel(name: str, num_rows: int):
     rows = load_rows(str(DATA / name)).rows
@@ -182,34 +142,16 @@ def test_the_committed_slices_load_and_travel(name: str, num_rows: int):
         assert decode(encode("row", fields)).fields == fields
 
 
-def test_an_environments_rows_need_neither_messages_nor_an_answer(tmp_path: Path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"extra_info": {"number": 7}}\n{"messages": {"role": "user", "content": "1+1"}, "gt_answer": 2}\n')
-    rules = RowRules(system_prompt="Think.", needs=(), needs_prompt=False)
-    rows = load_rows(str(path), rules=rules).rows
-    assert (rows[0].messages, rows[0].reward_data) == ((), {"extra_info": {"number": 7}})
-    assert ([m["role"] for m in rows[1].messages], rows[1].reward_data) == (["system", "user"], {"gt_answer": "2"})
-    with pytest.raises(DataError, match=r"rows.jsonl:1: expected a row with"):
-        load_rows(str(path))
-
-
-def test_made_up_rows_are_empty_and_known_by_their_number():
-    assert len(empty_rows(3).rows) == 3
-    assert empty_rows(3).rows[0].messages == ()
-    assert empty_rows(3).digest == empty_rows(3).digest != empty_rows(4).digest
-
-
 def test_sources_follow_each_other_in_the_order_of_their_names(tmp_path: Path):
     for name, answers in (("two", "34"), ("one", "12")):
         lines = [json.dumps({"prompt": "q", "gt_answer": answer}) for answer in answers]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     train = {name: f"{tmp_path}/{name}.jsonl" for name in ("two", "one")}
-    raw = {"run": {"dir": "r"}, "model": {"path": "m"}, "data": {"train": train}}
-    loaded = load_train_rows(parse_config(raw, "test"))
+    loaded = load_train_rows(a_config(data={"train": train}))
     assert [(row.source, row.reward_data["gt_answer"]) for row in loaded.rows] == [
         ("one", "1"), ("one", "2"), ("two", "3"), ("two", "4"),
     ]  # fmt: skip
-    raw["data"]["train"] = dict(reversed(train.items()))
-    assert load_train_rows(parse_config(raw, "test")) == loaded
+    again = a_config(data={"train": dict(reversed(train.items()))})
+    assert load_train_rows(again) == loaded
     (tmp_path / "one.jsonl").write_text((tmp_path / "one.jsonl").read_text() + "\n")
-    assert load_train_rows(parse_config(raw, "test")).digest != loaded.digest
+    assert load_train_rows(again).digest != loaded.digest

@@ -111,11 +111,9 @@ def test_a_kernel_for_a_part_of_the_model_is_refused(model: Path):
 
 TEMPLATES = [
     "{{ cycler.__init__.__globals__.os.mknod('MARKER') }}",
-    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "{{ messages.append(1) }}",
     "{% for m in messages %}{{ m.__class__.__init__.__globals__ }}{% endfor %}",
     "{{ lipsum.__globals__['os'].mknod('MARKER') }}",
-    "{{ self.__init__.__globals__ }}",
 ]
 
 

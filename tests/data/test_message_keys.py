@@ -41,10 +41,6 @@ def test_a_flag_whose_meaning_is_not_clear_is_refused(flags: dict[str, Any]):
         is_trained(SAID | flags, "row")
 
 
-def test_two_flags_that_agree_are_one():
-    assert not is_trained({**SAID, "weight": 0, "train": False}, "row")
-
-
 @pytest.mark.parametrize("name", sorted(FLAGS))
 @pytest.mark.parametrize("value", [0, 1])
 def test_the_model_s_messages_in_an_answer_that_is_compared_have_no_flags(name: str, value: int):

@@ -9,9 +9,9 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from async_rl.config.data import DataConfig
-from async_rl.data.chat import places_after, plain_ids, render_answer, render_prompt
-from async_rl.data.spellings import GUARD, control_of, rest_after, unguarded
-from async_rl.data.template import apply_template, marked_spans
+from async_rl.data.chat import plain_ids, render_answer, render_prompt
+from async_rl.data.spellings import GUARD, control_of
+from async_rl.data.template import apply_template
 from async_rl.data.template_forms import adapted
 from async_rl.errors import ModelError
 from tests.data.public_templates import cases, tokenizer_of
@@ -89,9 +89,7 @@ def test_a_chat_that_spells_nothing_has_the_ids_of_the_template_bit_for_bit(name
 
 
 TURNS = {
-    "qwen2_5": (("<|im_start|>", "<|im_end|>"), ("<|endoftext|>",)),
     "llama3_1": (("<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|begin_of_text|>"), ("<|python_tag|>",)),
-    "gemma3": (("<start_of_turn>", "<end_of_turn>", "<eos>", "<bos>"), ()),
     "gemma4": (("<|turn>", "<turn|>"), ("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool>")),
     "phi3": (("<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|endoftext|>"), ()),
     "glm4moe": (("<|user|>", "<|assistant|>", "<|system|>", "<|observation|>", "<sop>"), ("<think>", "</think>")),
@@ -101,9 +99,6 @@ TURNS = {
         ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
     ),
     "deepseekv3": (("<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"), ("<｜tool▁calls▁begin｜>",)),
-    "lfm2": (("<|im_start|>", "<|im_end|>", "<|startoftext|>"), ("<|tool_list_start|>",)),
-    "llava_next": (("[INST]", "[/INST]", "</s>", "<s>"), ()),
-    "smolvlm": (("<|im_start|>", "<end_of_utterance>"), ()),
 }
 """For some templates: what opens or ends a turn, and marks of thoughts, answers and calls."""
 
@@ -240,27 +235,6 @@ def test_a_spelled_token_is_text_and_all_else_is_as_the_tokenizer_has_it(kind: s
             continue
         if not flags.get("single_word"):  # such a token is none where it touches a word, so it is left as it is
             assert found.count(begin) == real.count(begin) - content.count("<s>")
-
-
-def test_the_places_of_a_guarded_text_are_those_of_its_characters():
-    tokenizer = with_spaces("never", marked=True)
-    chat = [{"role": "user", "content": "Q </s>"}, {"role": "assistant", "content": "A </s> B"}]
-    text = str(apply_template(tokenizer, chat, {}, open_turn=False))
-    assert unguarded(text) == "<s>[INST] Q </s> [/INST] A </s> B</s>"
-    tokens, places = tokenizer.convert_ids_to_tokens(plain_ids(tokenizer, text)), places_after(tokenizer, "", text)
-    assert tokens[:3] == ["<s>", "[", "I"]
-    # A guard belongs to no token: the one behind it begins a place further on.
-    for token, place in zip(tokens, places, strict=True):
-        assert text[place:].replace(" ", "▁").startswith(token)
-    ((first, end),) = list(marked_spans(tokenizer, chat, {}) or [])
-    assert unguarded(text[first:end]) == "A </s> B"
-
-
-def test_the_rest_of_a_guarded_text_is_found_by_what_people_read():
-    text = f"ab<{GUARD}x>c<{GUARD}x>d"
-    assert [rest_after(text, size) for size in (0, 2, 5, 6)] == [text, text[2:], text[6:], text[7:]]
-    assert rest_after(text, len(unguarded(text))) == ""
-    assert rest_after("a\nb", 2) == "b"
 
 
 # --- refused by name -------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from async_rl.data.dataset import load_rows
 from async_rl.data.files import Source
 from async_rl.data.tables import rows_of
 from async_rl.data.values import Unreadable
@@ -30,18 +29,6 @@ def test_a_float_is_the_shortest_number_that_it_can_be_read_from(kind: pa.DataTy
     assert values_of(pa.array([[0.1], None, []], pa.list_(pa.float64())).cast(pa.list_(kind))) == [[0.1], None, []]
     struct = pa.StructArray.from_arrays([pa.array([0.1], pa.float64()).cast(kind)], ["x"])
     assert values_of(struct) == [{"x": 0.1}]
-
-
-@pytest.mark.parametrize("name", ["rows.parquet", "saved"])
-def test_a_float32_answer_stays_as_it_was_written(tmp_path: Path, name: str):
-    table = pa.table({"prompt": ["q"], "gt_answer": pa.array([0.1], pa.float32())})
-    if name == "saved":
-        import datasets
-
-        datasets.Dataset(table).save_to_disk(str(tmp_path / name))
-    else:
-        parquet.write_table(table, tmp_path / name)
-    assert load_rows(str(tmp_path / name)).rows[0].reward_data == {"gt_answer": "0.1"}
 
 
 @pytest.mark.parametrize(
@@ -76,14 +63,6 @@ def test_any_json_of_datasets_has_a_digest(tmp_path: Path):
         assert [row for _, row in source.records()] == [{"x": json.loads(text)}]
         digests.add(source.digest)
     assert len(digests) == 3
-
-
-def test_json_that_is_none_is_unreadable():
-    storage = pa.array(["{", None, "[1]", "null"])
-    kind = pa.json_(pa.string())
-    assert values_of(pa.ExtensionArray.from_storage(kind, storage)) == [
-        Unreadable("arrow.json whose text is not JSON"), None, [1], None,
-    ]  # fmt: skip
 
 
 JSON = st.recursive(
@@ -137,18 +116,6 @@ def test_in_a_table_a_schema_keeps_the_null_that_no_row_fills(tmp_path: Path):
     found: list[Any] = [row for _, row in Source(str(tmp_path / "rows.parquet")).records()]
     assert [row["tools"] for row in found] == [[SCHEMA], [other]]
     assert [row["messages"] for row in found] == [[{"role": "user", "content": "q"}]] * 2
-
-
-def test_message_keys_that_are_null_are_absent_in_every_file(tmp_path: Path):
-    row = {"messages": [{"role": "user", "content": "q", "name": None}], "gt_answer": "2", "x": None}
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
-    parquet.write_table(pa.Table.from_pylist([row]), tmp_path / "rows.parquet")
-    text = {**row, "messages": json.dumps(row["messages"])}
-    parquet.write_table(pa.Table.from_pylist([text]), tmp_path / "text.parquet")
-    for name in ("rows.jsonl", "rows.parquet", "text.parquet"):
-        (found,) = load_rows(str(tmp_path / name)).rows
-        assert found.messages == ({"role": "user", "content": "q"},)
-        assert found.reward_data == {"gt_answer": "2"}
 
 
 @pytest.mark.parametrize("kind", [pa.float32(), pa.date32()])

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from async_rl.config.loading import apply_override, config_from_toml, config_to_toml, load_config
+from async_rl.config.loading import load_config
 from async_rl.data.chat import check_model, load_tokenizer, render_prompt
 from async_rl.data.dataset import RowRules, parse_row
 from async_rl.data.template import apply_template, check_arguments
 from async_rl.errors import ConfigError, DataError, ModelError
 from async_rl.generator.environment_rollouts import TokenizerText
 from async_rl.records import TOOLS_ROLE
+from tests.config.made import copy_of
 from tests.generator.tiny_model import write_model
 
 if TYPE_CHECKING:
@@ -113,46 +114,14 @@ def test_tools_that_the_template_does_not_read_are_refused(tokenizer):
         check_arguments(tokenizer, {}, [{"role": TOOLS_ROLE, "content": json.dumps(ADD)}, *ASKED])
 
 
-def test_arguments_without_a_chat_template_are_refused(tokenizer):
-    tokenizer.chat_template = None
-    with pytest.raises(ModelError, match=r"data\.chat_template_kwargs\.x: expected a tokenizer with a chat template"):
-        check_arguments(tokenizer, {"x": 1})
-
-
-def a_config_file(directory: Path, data: str) -> Path:
-    path = directory / "config.toml"
-    path.write_text(f'[run]\ndir = "r"\n[model]\npath = "m"\n[data]\n{data}')
-    return path
-
-
 def test_the_saved_config_has_the_tools_themselves(tmp_path):
-    (tmp_path / "tools.json").write_text(json.dumps(ADD, indent=1))
-    config = load_config(
-        a_config_file(tmp_path, f'tools = "{tmp_path}/tools.json"\nchat_template_kwargs = {{ a = 1 }}')
-    )
-    (tmp_path / "tools.json").unlink()
+    path, tools = tmp_path / "config.toml", tmp_path / "tools.json"
+    path.write_text(f'[run]\ndir = "r"\n[model]\npath = "m"\n[data]\ntools = "{tools}"\nchat_template_kwargs.a = 1')
+    with pytest.raises(
+        ConfigError, match=r"data\.tools: expected a JSON file of tool schemas, can't read .*tools\.json"
+    ):
+        load_config(path)
+    tools.write_text(json.dumps(ADD, indent=1))
+    config = load_config(path)
     assert config.data.template_arguments == {"a": 1, "tools": ADD}
-    assert config_from_toml(config_to_toml(config), "the copy") == config
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ('tools = "nowhere.json"', r"data\.tools: expected a JSON file of tool schemas, can't read nowhere\.json"),
-        ("tools = '[1]'", r"data\.tools: expected a JSON list of tool schemas"),
-        ("tools = '[{'", r"data\.tools: expected a JSON list of tool schemas, got text that is not JSON"),
-        (
-            "chat_template_kwargs = { tools = 1 }",
-            r"data\.chat_template_kwargs: .*got tools, which async-rl sets itself",
-        ),
-    ],
-)
-def test_wrong_keys_are_refused_by_name(tmp_path, data, message):
-    with pytest.raises(ConfigError, match=message):
-        load_config(a_config_file(tmp_path, data))
-
-
-def test_a_variable_can_be_set_on_the_command_line():
-    raw: dict[str, Any] = {}
-    apply_override(raw, "data.chat_template_kwargs.enable_thinking=false")
-    assert raw == {"data": {"chat_template_kwargs": {"enable_thinking": False}}}
+    assert copy_of(config) == config

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from async_rl.data.template import apply_template
-from async_rl.data.template_forms import Forms, call_arguments, forms_of, joined_text
+from async_rl.data.template_forms import Forms, call_arguments, forms_of
 from tests.data.public_templates import cases, template, tokenizer_of
 
 ARGUMENTS = {"place": "Köln", "days": 2}
@@ -39,19 +39,6 @@ def called(content: Any, arguments: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", cases())
-def test_text_and_a_list_of_text_parts_are_rendered_alike(name: str):
-    tokenizer = tokenizer_of(name)
-    texts = {
-        str(apply_template(tokenizer, [ASKED, {"role": "assistant", "content": content}], {}, open_turn=False))
-        for content in ("Very warm.", [{"type": "text", "text": "Very"}, {"type": "text", "text": " warm."}])
-    }
-    assert len(texts) == 1
-    (text,) = texts
-    assert "How warm?" in text
-    assert "Very warm." in text
-
-
-@pytest.mark.parametrize("name", cases())
 def test_a_tool_call_is_rendered_once_in_every_form_that_people_write(name: str):
     tokenizer = tokenizer_of(name)
     texts: set[str] = set()
@@ -74,11 +61,6 @@ def test_arguments_that_are_no_json_object_stay_as_they_are():
     assert call_arguments({"function": {"name": "f", "arguments": " "}}) == {}
     assert call_arguments({"function": {"name": "f", "arguments": "[1"}}) == "[1"
     assert call_arguments({"function": {"name": "f", "arguments": "[1]"}}) == "[1]"
-
-
-def test_parts_that_are_no_text_have_no_text():
-    assert joined_text([{"type": "text", "text": "a"}, "b"]) == "ab"
-    assert joined_text([{"type": "image", "url": "x"}]) is None
 
 
 CALLING = (

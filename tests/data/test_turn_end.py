@@ -53,22 +53,6 @@ def test_what_a_template_writes_after_the_end_token_is_no_part_of_the_turn():
     assert turn_ends(tokenizer).num_to_end(answer) == 4  # T, w, o, <|end|>
 
 
-def test_each_token_is_described_with_its_source(tmp_path: Path):
-    tokenizer = tokenizer_of("qwen2_5", eos="<|endoftext|>")
-    end, eos = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
-    text = turn_ends(tokenizer, model_files(tmp_path, tokenizer, [eos], config_eos=eos)).describe(tokenizer)
-    assert text == (
-        f"<|im_end|> ({end}: the chat template writes it after an answer); "
-        f"<|endoftext|> ({eos}: generation_config.json, config.json, the tokenizer's eos_token)"
-    )
-
-
-def test_a_template_that_fails_leaves_the_listed_tokens():
-    tokenizer = tokenizer_of("qwen3")
-    tokenizer.chat_template = "{{ raise_exception('never') }}"
-    assert turn_ends(tokenizer).reasons == {tokenizer.eos_token_id: ("the tokenizer's eos_token",)}
-
-
 def test_the_template_s_end_is_added_to_the_generation_config_and_nothing_else_changes(tmp_path: Path):
     tokenizer = tokenizer_of("qwen2_5", eos="<|endoftext|>")
     end, eos = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])

@@ -46,9 +46,3 @@ def test_the_embedding_of_a_tied_model_is_its_head(tmp_path: Path):
 )
 def test_an_end_token_that_can_be_learned_is_not_named(tmp_path: Path, changed: dict[str, str], rank: int | None):
     assert untrained_end(config_of(tmp_path, changed, rank=rank)) == ""
-
-
-def test_a_model_whose_weights_are_not_here_is_not_named(tmp_path: Path):
-    config = config_of(tmp_path, {"head": "twin"})
-    (tmp_path / "model" / "model.safetensors").unlink()
-    assert untrained_end(config) == ""
