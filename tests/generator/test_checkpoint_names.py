@@ -22,13 +22,3 @@ def test_names_and_tensors_are_those_that_save_pretrained_writes(tmp_path: Path,
     assert converted.keys() == written.keys()
     for name, tensor in converted.items():
         torch.testing.assert_close(tensor.detach(), written[name], rtol=0, atol=0)
-
-
-def test_the_experts_of_a_layer_are_split(tmp_path: Path):
-    model = make_family("qwen3 moe", 0, vocab_size=46)
-    model.config.save_pretrained(tmp_path)
-    converted = dict(CheckpointNames(tmp_path).convert(dict(model.named_parameters())))
-    # 4 experts of 32: rows 0 to 31 are the gate, rows 32 to 63 the rest.
-    fused = model.get_parameter("model.layers.1.mlp.experts.gate_up_proj")
-    torch.testing.assert_close(converted["model.layers.1.mlp.experts.3.up_proj.weight"], fused[3, 32:])
-    assert "model.layers.1.mlp.experts.gate_up_proj" not in converted

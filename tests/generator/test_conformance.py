@@ -5,16 +5,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from msgspec.structs import replace
 
 from async_rl.config.config import Config
-from async_rl.config.loading import parse_config
 from async_rl.generator.conformance import CHECKS, ConformanceError, Subject, check_backend
 from async_rl.generator.fake import FakeBackend
 from async_rl.generator.start.backends import build_backend
 from async_rl.routes import RoutingShape
+from tests.config.made import a_config
 from tests.generator.tiny_model import make_model, weights_of, write_model
 from tests.learner.moe import loaded, moe_model
 
@@ -27,9 +26,7 @@ NEEDS_A_MODEL = {"stops_at_stop_strings", "scores_what_it_sampled", "digests_tel
 def config(backend: str, *, deterministic: bool = False, **generator: Any) -> Config:
     generator = {"backend": backend, "batch_size": 4, **generator}
     sampling = {"deterministic": deterministic, "group_size": 4}
-    raw = {"run": {"dir": "run"}, "model": {"path": "model"}, "generator": generator, "sampling": sampling}
-    raw["experimental"] = {"fake": {"mean_tokens": 20.0}}
-    return parse_config(raw, "test")
+    return a_config(generator=generator, sampling=sampling, experimental={"fake": {"mean_tokens": 20.0}})
 
 
 def tiny_weights() -> Callable[[int], Mapping[str, Any]]:
@@ -80,10 +77,6 @@ class Broken(FakeBackend):
         found = super().step()
         if self._promise == "versions":
             found = [replace(one, versions=one.versions + 1) for one in found]
-        if self._promise == "logprobs":
-            found = [replace(one, logprobs=np.exp(one.logprobs)) for one in found]
-        if self._promise == "length":
-            found = [replace(one, finish_reason="length") for one in found]
         if self._promise == "indices":
             found = [replace(one, index=0) for one in found]
         return found
@@ -97,8 +90,6 @@ class Broken(FakeBackend):
     ("promise", "message"),
     [
         ("versions", "expected the active version 1 only, got {2}"),
-        ("logprobs", "expected finite logprobs of at most 0"),
-        ("length", 'expected "length" after max_new_tokens'),
         ("indices", "expected one sample for each index"),
         ("cancel", "forgets_what_is_cancelled: expected no progress of a cancelled lease"),
     ],

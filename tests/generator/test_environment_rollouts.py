@@ -161,25 +161,6 @@ def test_the_prefix_rule_decides_between_one_sequence_and_several(tmp_path, keep
     assert (rollout.reward, rollout.score, rollout.accuracy) == (2.0, 0.5, 0.5)
 
 
-def test_the_messages_of_a_row_are_the_first_state_without_a_reset(tmp_path):
-    path = tmp_path / "conversation.py"
-    path.write_text(CONVERSATION[CONVERSATION.index("async def step") :])
-    with playing(str(path), lambda _, turn: "ab"[turn], max_turns=2) as play:
-        (rollout,) = play.play(row("go", 1, extra_info={"keep": True}))
-    assert [text_of(sequence.token_ids) for sequence in rollout.sequences] == ["u:go|a:a$u:on|a:b$"]
-
-
-def test_an_environment_for_text_gets_the_rendered_row(tmp_path):
-    path = tmp_path / "text.py"
-    path.write_text(
-        "def reset(extra_info):\n    return extra_info['prompt_text']\n"
-        "def step(state, action, extra_info):\n    return {'next_state': state + action + '!', 'reward': 0.0}\n"
-    )
-    with playing(str(path), lambda _, turn: "ab"[turn], max_turns=2) as play:
-        (rollout,) = play.play(row("go", 1))
-    assert [text_of(sequence.token_ids) for sequence in rollout.sequences] == ["u:go|a:a$!b$"]
-
-
 def test_what_the_queue_judges_finds_nothing_wrong_with_rollouts_of_several_sequences_and_failed_ones(tmp_path):
     path = tmp_path / "conversation.py"
     path.write_text(CONVERSATION.replace("state = [*state,", 'state = [*state, *([1 / 0] if action == "x" else ()),'))
@@ -197,14 +178,6 @@ def test_what_the_queue_judges_finds_nothing_wrong_with_rollouts_of_several_sequ
     assert why_unfit(facts, lease, newest_version=3) == ""
 
 
-def test_a_prompt_that_is_no_chat_is_the_first_state_as_it_stands():
-    with playing(SAMPLES, lambda _, __: "stop") as play:
-        lease = row("", 1, extra_info={"reset": "from the row"})
-        lease = replace(lease, prompt=replace(lease.prompt, messages=({"role": TEXT_ROLE, "content": "1+1="},)))
-        (rollout,) = play.play(lease)
-    assert text_of(rollout.sequences[0].token_ids) == "1+1=stop$"
-
-
 def test_a_failed_rollout_is_kept_with_its_tokens_and_moves_nobody_elses_advantage():
     orders = [["go", "stop"], ["go", "exit"], ["stop"]]
     with playing(SAMPLES, lambda index, turn: orders[index][turn]) as play:
@@ -214,6 +187,30 @@ def test_a_failed_rollout_is_kept_with_its_tokens_and_moves_nobody_elses_advanta
     assert (rollouts[1].num_sampled, rollouts[1].turns) == (8, ())  # go$exit$
     # The mean is that of 6 and 4 alone; the failed one trains nothing.
     assert signs(rollouts) == [[1], [], [-1]]
+
+
+class WithStart(CharacterText):
+    """A tokenizer that begins texts with ``^``."""
+
+    def encode_start(self, text: str) -> np.ndarray:
+        return self.encode("^" + text)
+
+
+@pytest.mark.parametrize(
+    ("role", "begin", "has_start"),
+    [(TEXT_ROLE, "", True), (TEXT_ROLE, "?", True), ("user", "", False), ("user", "?", True)],
+)
+def test_a_text_state_begins_as_a_text_prompt_does(tmp_path, role: str, begin: str, has_start: bool):
+    path = tmp_path / "starts.py"
+    path.write_text(
+        "def reset(extra_info):\n    return extra_info['begin'] or None\n"
+        "def step(state, action, extra_info):\n    return {'next_state': None, 'reward': 1.0, 'done': True}\n"
+    )
+    lease = row("1+1=", 1, begin=begin)
+    lease = replace(lease, prompt=replace(lease.prompt, messages=({"role": role, "content": "1+1="},)))
+    with playing(str(path), lambda _, __: "2", text=WithStart()) as play:
+        (rollout,) = play.play(lease)
+    assert text_of(rollout.sequences[0].token_ids).startswith("^") == has_start
 
 
 class WithoutTilde(CharacterText):
@@ -325,22 +322,6 @@ def test_a_cancelled_lease_leaves_nothing_in_the_backend_or_in_its_environments(
         assert play.rollouts.num_open == 2
         assert len(play.finished(stays)) == 2
     assert {graded.lease.lease_id for graded in play.graded} == {"b"}
-
-
-def test_progress_grows_with_every_turn():
-    with playing(SAMPLES, lambda _, turn: ["go", "go", "stop"][turn]) as play:
-        lease = row("", 1)
-        play.submit(lease)
-        seen: list[int] = []
-
-        def probe() -> bool:
-            seen.append(play.rollouts.progress().get("a", 10**6))
-            play.pump()
-            return bool(play.graded)
-
-        wait_until("the rollout", probe)
-    assert seen == sorted(seen)
-    assert len(set(seen)) >= 4
 
 
 def test_a_turns_random_numbers_depend_on_seed_index_and_turn_alone():

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
-    GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
     PretrainedConfig,
@@ -19,9 +17,6 @@ from transformers import (
     Qwen3Config,
 )
 
-from async_rl.config.generator import GeneratorConfig
-from async_rl.generator.hf.backend import TransformersBackend
-from async_rl.generator.hf.causal_model import WeightTable
 from async_rl.generator.hf.forward import (
     Forward,
     LlamaForward,
@@ -29,10 +24,7 @@ from async_rl.generator.hf.forward import (
     make_forward,
     register_decode_attention,
 )
-from async_rl.generator.hf.rows import SlotRows
 from async_rl.generator.hf.slots import SlotCache
-from tests.generator.leases import make_lease
-from tests.generator.tiny_model import make_model, weights_of, write_tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -59,9 +51,9 @@ RELATIVES: dict[str, PretrainedConfig] = {
 }
 
 
-def built(config: PretrainedConfig, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
+def built(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Random weights everywhere: norms and biases too, which a new model has as ones and zeros."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=register_decode_attention())
     with torch.no_grad():
         for parameter in model.parameters():
@@ -70,36 +62,31 @@ def built(config: PretrainedConfig, dtype: torch.dtype = torch.float32, seed: in
 
 
 @torch.inference_mode()
-def decoded(forward: Forward, model: PreTrainedModel, num_steps: int = 5) -> tuple[list[Tensor], Tensor]:
-    """Logits of some steps of four ragged rows behind prefilled prompts, and the prompts' keys and values."""
-    cache = SlotCache(model.config.num_hidden_layers, 6, CPU)
+def decoded(forward: Forward, model: PreTrainedModel) -> tuple[Tensor, Tensor]:
+    """Logits of five steps of four ragged rows behind prefilled prompts, and the prompts' keys and values."""
+    cache = SlotCache(model.config.num_hidden_layers, 6, torch.device("cpu"))
     generator = torch.Generator().manual_seed(1)
     lengths = [3, 7, 1, 5]
-    prompts_BT = torch.randint(3, VOCABULARY, (4, 7), generator=generator)
-    prefilled = forward.prefill(prompts_BT)
+    prefilled = forward.prefill(torch.randint(3, VOCABULARY, (4, 7), generator=generator))
     prefixes = [prefilled.prefix(row, length) for row, length in enumerate(lengths)]
     cache.reserve(8, 24)
     for row, prefix in enumerate(prefixes):
         cache.write_prefix(row, 1, prefix)
-    logits = []
-    positions = torch.tensor(lengths)
-    for _ in range(num_steps):
+    logits, positions = [], torch.tensor(lengths)
+    for _ in range(5):
         length = cache.padded(int(positions.max()) + 1)
         cache.reserve(length, 24)
         cache.begin_step(positions, length)
         logits.append(forward.decode(torch.randint(3, VOCABULARY, (4,), generator=generator), positions, cache))
         positions = positions + 1
-    return logits, torch.cat([torch.stack([p.keys, p.values]).flatten() for p in prefixes])
+    return torch.stack(logits), torch.cat([torch.stack([p.keys, p.values]).flatten() for p in prefixes])
 
 
 @pytest.mark.parametrize("name", RELATIVES)
 def test_the_direct_pass_gives_the_logits_and_prefixes_of_the_models_own_modules(name):
     model = built(RELATIVES[name])
     assert isinstance(make_forward(model), LlamaForward)
-    expected_logits, expected_prefixes = decoded(TransformersForward(model), model)
-    logits, prefixes = decoded(LlamaForward(model), model)
-    torch.testing.assert_close(prefixes, expected_prefixes, rtol=1e-5, atol=1e-6)
-    for got, expected in zip(logits, expected_logits, strict=True):
+    for got, expected in zip(decoded(LlamaForward(model), model), decoded(TransformersForward(model), model)):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -107,21 +94,9 @@ def test_the_direct_pass_gives_the_logits_and_prefixes_of_the_models_own_modules
 def test_the_direct_pass_rounds_bfloat16_where_the_models_own_modules_do(name):
     # One rounding of bfloat16 is 2**-8; other places to round would show in most of the logits.
     model = built(RELATIVES[name], torch.bfloat16)
-    expected, _ = decoded(TransformersForward(model), model, num_steps=1)
-    got, _ = decoded(LlamaForward(model), model, num_steps=1)
-    assert got[0].dtype == torch.bfloat16
-    assert (got[0] == expected[0]).float().mean() > 0.9
-
-
-def test_new_weights_are_used_at_once():
-    model, other = built(RELATIVES["qwen2, tied"]), built(RELATIVES["qwen2, tied"], seed=1)
-    forward = LlamaForward(model)
-    before, _ = decoded(forward, model)
-    WeightTable(model).replace(weights_of(other))
-    after, _ = decoded(forward, model)
-    expected, _ = decoded(TransformersForward(other), other)
-    torch.testing.assert_close(after[-1], expected[-1], rtol=1e-5, atol=1e-5)
-    assert not torch.allclose(before[-1], after[-1])
+    got, expected = (decoded(kind(model), model)[0][0] for kind in (LlamaForward, TransformersForward))
+    assert got.dtype == torch.bfloat16
+    assert (got == expected).float().mean() > 0.9
 
 
 @torch.inference_mode()
@@ -147,27 +122,3 @@ def test_only_the_known_classes_with_plain_linear_modules_take_the_direct_pass()
     model: Any = built(RELATIVES["llama"])
     model.model.layers[1].self_attn.q_proj = Adapted(32, 32, bias=False)
     assert isinstance(make_forward(model), TransformersForward)
-    assert LlamaForward.fits(make_model(0))
-
-
-def test_any_other_model_is_called_as_it_is(tmp_path):
-    # GPT-NeoX: parallel residuals, one matrix for queries, keys and values, rotation of a quarter of each head.
-    tokenizer = write_tokenizer(tmp_path)
-    config = GPTNeoXConfig(**{**SIZES, "vocab_size": len(tokenizer)}, eos_token_id=1)
-    model = built(config)
-    model.save_pretrained(tmp_path)
-    backend = TransformersBackend.from_files(tmp_path, GeneratorConfig(batch_size=3), load_pretrained=True)
-    assert isinstance(cast(SlotRows, backend._rows).forward, TransformersForward)
-    for lease_id, prompt in (("a", "1+1"), ("b", "a longer prompt")):
-        prompt_ids = backend.encode_prompt([{"role": "user", "content": prompt}])
-        backend.submit(make_lease(lease_id, group_size=2, max_new_tokens=12), prompt_ids)
-    finished = []
-    while backend.num_running:
-        finished += backend.step()
-    assert len(finished) == 4
-    for sampled in finished:
-        ids = torch.tensor(np.concatenate([sampled.prompt_ids, sampled.token_ids])[None].astype(np.int64))
-        with torch.no_grad():
-            logprobs = torch.log_softmax(model(input_ids=ids).logits[0, len(sampled.prompt_ids) - 1 : -1], -1)
-        expected = logprobs.gather(1, ids[0, len(sampled.prompt_ids) :, None])[:, 0].numpy()
-        np.testing.assert_allclose(sampled.logprobs, expected, atol=1e-5)

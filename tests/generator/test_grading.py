@@ -13,7 +13,7 @@ from async_rl.generator.backend import Sampled
 from async_rl.generator.rollouts import ActiveLease, Graded, ThreadGrader
 from async_rl.records import FinishReason, Lease
 from async_rl.rewards.functions import FunctionReward
-from async_rl.rewards.records import RewardInput, RewardOutput
+from async_rl.rewards.records import RewardInput
 from tests.generator.leases import make_lease
 from tests.generator.scripted import InlineGrader
 
@@ -30,10 +30,6 @@ def rank(items: Sequence[RewardInput]) -> list[float]:
 
 def right(item: RewardInput) -> float:
     return float(item.text == item.reward_data["gt_answer"])
-
-
-def wrong_type(items: Sequence[RewardInput]) -> str:
-    return "no list"
 
 
 def reward_of(function: object) -> FunctionReward:
@@ -66,61 +62,6 @@ def test_a_reward_of_groups_waits_for_the_whole_group_and_sees_it_in_order(
     assert accuracies(graded) == [(0, 1.0), (1, 0.5)]
     assert {one.lease.lease_id for one in graded} == {"a"}
     grader.close()
-
-
-def test_closing_waits_for_the_answer_that_is_being_scored_and_drops_the_others(monkeypatch: pytest.MonkeyPatch):
-    begun, go, scored = threading.Event(), threading.Event(), []
-
-    def slow(item: RewardInput) -> float:
-        scored.append(item)
-        begun.set()
-        assert go.wait(30)
-        return 1.0
-
-    grader, lease = ThreadGrader(reward_of(slow)), make_lease("a")
-    for index in range(2):
-        grader.submit(lease, sample(lease, index, "x"))
-    assert begun.wait(30)
-    (thread,) = grader._threads
-    join = thread.join
-
-    def go_on_and_join() -> None:
-        go.set()
-        join(30)
-
-    monkeypatch.setattr(thread, "join", go_on_and_join)
-    grader.close()
-    assert len(scored) == 1
-
-
-def test_threads_start_only_for_calls_that_overlap():
-    go, begun = threading.Event(), threading.Semaphore(0)
-
-    def slow(item: RewardInput) -> RewardOutput:
-        if item.text == "slow":
-            begun.release()
-            assert go.wait(30)
-        return RewardOutput({"right": 1.0}, 1.0)
-
-    with closing(ThreadGrader(slow, num_threads=3)) as grader:
-        lease = make_lease("a")
-        assert not grader._threads
-        for index in range(4):  # one after the other
-            grader.submit(lease, sample(lease, index, "quick"))
-            collect(grader, 1)
-        assert len(grader._threads) == 1
-        for index in range(5):
-            grader.submit(lease, sample(lease, index, "slow"))
-        num_begun = sum(begun.acquire(timeout=10) for _ in range(3))
-        go.set()
-        assert (num_begun, len(grader._threads)) == (3, 3)
-        assert len(collect(grader, 5)) == 5
-
-
-def test_other_rewards_do_not_wait():
-    grader, lease = InlineGrader(reward_of(right)), make_lease("a")
-    grader.submit(lease, sample(lease, 1, "2"))
-    assert accuracies(grader.collect()) == [(1, 1.0)]
 
 
 @pytest.mark.parametrize(
@@ -157,59 +98,42 @@ def test_samples_of_a_lease_that_is_gone_are_forgotten():
     assert accuracies(grader.collect()) == [(0, 1.0), (1, 0.5)]
 
 
-def test_an_error_is_every_rollouts_of_the_group():
-    grader, lease = InlineGrader(reward_of(wrong_type)), make_lease("a")
-    for index in (0, 1):
-        grader.submit(lease, sample(lease, index, "x"))
-    graded = grader.collect()
-    assert [(one.index, one.rollout and one.rollout.finish_reason) for one in graded] == [(0, "error"), (1, "error")]
-    assert all(one.failure is not None and one.failure.cause == "reward_error" for one in graded)
-    assert all("expected a list" in str(one.error) for one in graded)
+def of_group(items: Sequence[RewardInput]) -> str:
+    return "no list"
 
 
-def test_a_reward_that_raises_for_one_answer_fails_that_rollout_alone():
-    def picky(item: RewardInput) -> float:
-        return 1.0 / len(item.text.strip("x"))
-
-    grader, lease = InlineGrader(reward_of(picky)), make_lease("a")
-    for index, text in enumerate(("1", "x")):
-        grader.submit(lease, sample(lease, index, text))
-    good, failed = grader.collect()
-    assert (good.failure, good.rollout and good.rollout.reward) == (None, 1.0)
-    assert failed.rollout is not None
-    assert (failed.rollout.finish_reason, failed.rollout.reward_parts) == ("error", {})
-    assert failed.failure is not None
-    assert failed.failure.detail.startswith(f"ZeroDivisionError: float division by zero ({__file__}, line ")
-    assert not failed.failure.is_transient
-
-
-def test_a_reward_above_the_limit_fails_its_rollout_and_is_never_sent():
-    with closing(ThreadGrader(reward_of(lambda item: float(item.text)), max_abs=100.0)) as grader:
-        lease = make_lease("a")
-        for index, text in enumerate(("7", "101")):
-            grader.submit(lease, sample(lease, index, text))
-        good, failed = collect(grader, 2)
-    assert (good.failure, good.rollout and good.rollout.reward) == (None, 7.0)
-    assert failed.failure is not None
-    assert "at most reward.max_abs = 100" in failed.failure.detail
-
-
-def leave(item: RewardInput) -> float:
+def of_answer(item: RewardInput) -> float:
     if item.text == "leave":
         sys.exit("the reward leaves")
-    return 1.0
+    return 1000.0 if item.text == "too much" else 1.0 / len(item.text.strip("x"))
 
 
-def test_a_reward_that_leaves_fails_its_rollout_and_no_thread():
-    with closing(ThreadGrader(reward_of(leave))) as grader:
+@pytest.mark.parametrize(
+    ("function", "texts", "reasons", "detail"),
+    [
+        (of_answer, ("1", "x"), ["stop", "error"], f"ZeroDivisionError: float division by zero ({__file__}, line "),
+        (of_answer, ("1", "too much"), ["stop", "error"], "at most reward.max_abs = 100"),
+        (of_answer, ("1", "leave"), ["stop", "error"], "SystemExit: the reward leaves"),
+        (of_group, ("1", "2"), ["error", "error"], "expected a list"),
+    ],
+    ids=["raises", "above the limit", "leaves", "of a group"],
+)
+def test_a_reward_that_fails_for_an_answer_fails_that_rollout_alone(
+    function: object, texts: tuple[str, str], reasons: list[str], detail: str
+):
+    with closing(ThreadGrader(reward_of(function), max_abs=100.0)) as grader:
         lease = make_lease("a")
-        for index, text in enumerate(("leave", "stay")):
+        for index, text in enumerate(texts):
             grader.submit(lease, sample(lease, index, text))
-        failed, good = collect(grader, 2)
+        graded = sorted(collect(grader, 2), key=lambda one: one.index)
         assert grader.calls_s == ()
-    assert failed.failure is not None
-    assert failed.failure.detail.startswith("SystemExit: the reward leaves")
-    assert good.failure is None
+    assert [one.rollout.finish_reason for one in graded if one.rollout] == reasons
+    for one in graded:
+        if one.rollout is not None and one.rollout.finish_reason == "error":
+            assert one.rollout.reward_parts == {}
+            assert one.failure is not None
+            assert (one.failure.cause, one.failure.is_transient) == ("reward_error", False)
+            assert detail in one.failure.detail
 
 
 def test_a_running_call_is_told_with_its_time():

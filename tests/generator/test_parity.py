@@ -17,7 +17,6 @@ from async_rl.generator.hf.backend import TransformersBackend
 from async_rl.generator.hf.rows import SlotRows
 from async_rl.generator.parity import answer_probe
 from async_rl.queue.parity import Probe, ProbeSequence, compare
-from tests.generator.leases import make_lease
 from tests.generator.tiny_model import make_model, weights_of, write_model
 
 GIVEN = (
@@ -62,29 +61,6 @@ def ready(directory: Path) -> tuple[TransformersBackend, PreTrainedModel, Mappin
     return backend, model, weights
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("mode", ["cached_decode", "full_forward", "float32_head"])
-def test_given_tokens_score_as_in_a_plain_forward_pass(directory: Path, temperature: float, mode: Any):
-    backend, model, _ = ready(directory)
-    found = backend.score_tokens(GIVEN, temperature, mode)
-    np.testing.assert_allclose(found, np.concatenate(learner_scores(model, temperature)), atol=1e-5)
-
-
-def test_scoring_leaves_what_runs_as_it_is(directory: Path):
-    def sample(*, with_probe: bool) -> list[int]:
-        backend, _, _ = ready(directory)
-        lease = make_lease(group_size=1, max_new_tokens=12, seed=2)
-        backend.submit(lease, backend.encode_prompt(lease.prompt.messages))
-        done = []
-        while not done:
-            done = backend.step()
-            if with_probe:
-                backend.score_tokens(GIVEN, 1.0)
-        return done[0].token_ids.tolist()
-
-    assert sample(with_probe=True) == sample(with_probe=False)
-
-
 def test_an_engine_at_the_learners_weights_agrees(directory: Path):
     backend, model, weights = ready(directory)
     answer = answer_probe(backend, make_probe(model, 0.8), weights)
@@ -93,73 +69,70 @@ def test_an_engine_at_the_learners_weights_agrees(directory: Path):
     assert (answer.version, answer.backend, answer.dtype, answer.cause) == (5, "transformers", "float32", "")
 
 
-def test_a_stale_tensor_is_named(directory: Path):
-    backend, model, weights = ready(directory)
-    name = "model.layers.1.mlp.up_proj.weight"
-    dict(backend._model.named_parameters())[name].data = weights_of(make_model(9))[name]
-    answer = answer_probe(backend, make_probe(model), weights)
-    assert answer.cause.startswith("stale or corrupt tensors")
-    assert answer.cause.endswith(f"of {name}")
+Patch = pytest.MonkeyPatch
 
 
-def test_a_single_flipped_bit_in_a_tensor_is_named(directory: Path):
-    backend, model, weights = ready(directory)
-    name = "model.embed_tokens.weight"
-    held = dict(backend._model.named_parameters())[name]
+def flipped(backend: TransformersBackend, _: Patch) -> None:
+    held = dict(backend._model.named_parameters())["model.embed_tokens.weight"]
     held.data = held.data.clone()
     held.data[5, 0] *= -50
-    assert name in answer_probe(backend, make_probe(model), weights).cause
 
 
-def test_a_temperature_that_the_engine_ignores_is_told(directory: Path, monkeypatch: pytest.MonkeyPatch):
-    backend, model, weights = ready(directory)
+def without_temperature(backend: TransformersBackend, patch: Patch) -> None:
     score = backend.score_tokens
-    monkeypatch.setattr(backend, "score_tokens", lambda given, _, mode="cached_decode": score(given, 1.0, mode))  # pyright: ignore[reportArgumentType]
-    answer = answer_probe(backend, make_probe(model, 0.7), weights)
-    assert answer.cause == "temperature: the engine gives the same at 0.7 and 1.4, so it applies none"
-    assert answer.excluded == ("the engine holds exactly the tensors that it received",)
+    patch.setattr(backend, "score_tokens", lambda given, _, mode="cached_decode": score(given, 1.0, mode))
 
 
-def test_a_learner_at_another_temperature_is_told(directory: Path):
-    backend, model, weights = ready(directory)
-    answer = answer_probe(backend, make_probe(model, 0.7, computed_at=1.0), weights)
-    assert answer.cause == "temperature: asked for 0.7, the engine differs; at 1 it agrees with the learner"
-
-
-def test_a_mask_that_nobody_asked_for_is_told(directory: Path, monkeypatch: pytest.MonkeyPatch):
-    backend, model, weights = ready(directory)
-    score = backend.score_tokens
+def masked(backend: TransformersBackend, patch: Patch) -> None:
     # Half of the vocabulary's probability left out: what is kept has log 2 more.
-    monkeypatch.setattr(backend, "score_tokens", lambda *given: score(*given) + np.log(2))
-    assert answer_probe(backend, make_probe(model), weights).cause.startswith("a top-p or top-k mask")
+    score = backend.score_tokens
+    patch.setattr(backend, "score_tokens", lambda *given: score(*given) + np.log(2))
 
 
-def test_keys_and_values_that_are_wrong_are_told(directory: Path, monkeypatch: pytest.MonkeyPatch):
-    backend, model, weights = ready(directory)
+def wrong_cache(backend: TransformersBackend, patch: Patch) -> None:
     forward = cast(SlotRows, backend._rows).forward
     prefill = forward.prefill
 
-    def stale(ids: torch.Tensor) -> Any:
+    def swapped(ids: torch.Tensor) -> Any:
         cache = prefill(ids)
         cache._keys = [keys.flip(2) for keys in cache._keys]
         return cache
 
-    monkeypatch.setattr(forward, "prefill", stale)
-    answer = answer_probe(backend, make_probe(model), weights)
-    assert answer.cause.startswith("reuse of keys and values")
+    patch.setattr(forward, "prefill", swapped)
 
 
-def test_a_head_of_low_precision_is_told(directory: Path, monkeypatch: pytest.MonkeyPatch):
-    backend, model, weights = ready(directory)
+def rounded_head(backend: TransformersBackend, patch: Patch) -> None:
     score = backend.score_tokens
     noise = np.random.default_rng(0).normal(0, 0.5, sum(g.num_scored for g in GIVEN)).astype(np.float32)
 
     def rounded(given: Any, temperature: float, mode: Any = "cached_decode") -> np.ndarray:
         return score(given, temperature, mode) + (0 if mode == "float32_head" else noise)
 
-    monkeypatch.setattr(backend, "score_tokens", rounded)
-    answer = answer_probe(backend, make_probe(model), weights)
-    assert answer.cause.startswith("the precision of the output head")
+    patch.setattr(backend, "score_tokens", rounded)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "begin", "end"),
+    [
+        (flipped, "stale or corrupt tensors", "of model.embed_tokens.weight"),
+        (without_temperature, "temperature: the engine gives the same at 0.7 and 1.4", "it applies none"),
+        (masked, "a top-p or top-k mask", ""),
+        (wrong_cache, "reuse of keys and values", ""),
+        (rounded_head, "the precision of the output head", ""),
+    ],
+)
+def test_what_is_wrong_with_an_engine_is_told(directory: Path, monkeypatch: Patch, spoil: Any, begin: str, end: str):
+    backend, model, weights = ready(directory)
+    spoil(backend, monkeypatch)
+    answer = answer_probe(backend, make_probe(model, 0.7), weights)
+    assert answer.cause.startswith(begin)
+    assert answer.cause.endswith(end)
+
+
+def test_a_learner_at_another_temperature_is_told(directory: Path):
+    backend, model, weights = ready(directory)
+    answer = answer_probe(backend, make_probe(model, 0.7, computed_at=1.0), weights)
+    assert answer.cause == "temperature: asked for 0.7, the engine differs; at 1 it agrees with the learner"
 
 
 def test_a_difference_that_nothing_here_explains_says_what_was_excluded(directory: Path):

@@ -9,9 +9,7 @@ import torch
 from msgspec.structs import replace
 
 from async_rl.config.generator import GeneratorConfig
-from async_rl.errors import ModelError
 from async_rl.generator.backend import Sampled
-from async_rl.generator.environment_rollouts import Trajectory
 from async_rl.generator.hf.backend import TransformersBackend
 from async_rl.generator.hf.lockstep import LockstepRows
 from async_rl.generator.hf.rows import SlotRows
@@ -19,7 +17,6 @@ from async_rl.generator.rollouts import whole_sequence
 from async_rl.routes import FAMILIES, routers_of
 from tests.generator.leases import make_lease
 from tests.learner.moe import loaded, moe_model
-from tests.learner.tiny import tiny_model
 
 
 def backend_of(directory: Path, **engine: Any) -> TransformersBackend:
@@ -81,27 +78,6 @@ def test_recorded_routes_are_those_of_a_full_forward_pass(tmp_path: Path, model_
     assert np.shares_memory(sequence.routes, samples[0].routes)
 
 
-@pytest.mark.parametrize("has_cache", [True, False])
-def test_routes_are_recorded_in_lockstep_with_a_cache_and_without(tmp_path: Path, has_cache: bool):
-    # A window of 6 tokens, narrower than the prompts, which the slots do not have.
-    directory = moe_model(tmp_path, "mixtral", sliding_window=6)
-    backend = backend_of(directory, batch_size=3)
-    assert isinstance(backend._rows, LockstepRows)
-    if not has_cache:
-        backend._chosen_rows = LockstepRows(backend._model, "eager", has_cache=False)
-    assert backend._rows.has_cache == has_cache
-    check_all_routes(backend, directory)
-
-
-def test_experts_above_256_take_two_bytes(tmp_path: Path):
-    backend = backend_of(moe_model(tmp_path, num_experts=300), batch_size=2)
-    submit(backend, "a", "1", group_size=1)
-    (sampled,) = run_all(backend)
-    assert sampled.routes is not None
-    assert sampled.routes.dtype == np.uint16
-    assert sampled.routes.max() > 255
-
-
 @pytest.mark.parametrize("kv_after_update", ["keep", "recompute"])
 @pytest.mark.parametrize("window", [None, 6])
 def test_routes_stay_those_of_the_weights_that_sampled(tmp_path: Path, kv_after_update: str, window: int | None):
@@ -118,46 +94,3 @@ def test_routes_stay_those_of_the_weights_that_sampled(tmp_path: Path, kv_after_
     num_before = len(sampled.prompt_ids) + 3
     np.testing.assert_array_equal(sampled.routes[:num_before], full_routes(loaded(old), sampled)[:num_before])
     assert len(sampled.routes) == len(sampled.prompt_ids) + len(sampled.token_ids) - 1
-
-
-def test_only_leases_that_want_routes_get_them_and_a_dense_model_has_none(tmp_path: Path):
-    backend = backend_of(moe_model(tmp_path / "moe"), batch_size=4)
-    submit(backend, "a", "1", group_size=2)
-    submit(backend, "b", "1", group_size=2, wants_routes=False)
-    assert [s.routes is not None for s in sorted(run_all(backend), key=lambda s: s.lease_id)] == [True] * 2 + [
-        False
-    ] * 2
-    with pytest.raises(ModelError, match="routing_replay: expected a model with experts"):
-        submit(backend_of(tiny_model(tmp_path / "dense")), "a", "1")
-
-
-class Words:
-    """A text whose tokens are its characters."""
-
-    def render(self, messages: Any) -> str:
-        return "".join(message["content"] for message in messages)
-
-    def encode(self, text: str, before: str = "") -> np.ndarray:
-        return np.array([ord(c) for c in text], np.int32)
-
-    def encode_start(self, text: str) -> np.ndarray:
-        return self.encode(text)
-
-    def ending(self, token_id: int) -> str:
-        return ""
-
-
-def test_a_token_of_several_turns_keeps_the_routes_of_the_first_turn_that_computed_it():
-    trajectory = Trajectory(Words())
-
-    def answer(prompt: np.ndarray, text: str, expert: int) -> Sampled:
-        ids, zeros = np.array([ord(c) for c in text], np.int32), np.zeros(len(text), np.float32)
-        routes = np.full((len(prompt) + len(ids) - 1, 1, 1), expert, np.uint8)
-        return Sampled("a", 0, prompt, ids, zeros, zeros.astype(np.int32), "stop", text, routes=routes)
-
-    trajectory.add_answer(answer(trajectory.add_state("ab"), "cd", 1))
-    trajectory.add_answer(answer(trajectory.add_state("abcdef"), "gh", 2))
-    (sequence,) = trajectory.sequences()
-    assert sequence.routes is not None
-    # a b c of turn 1, whose d was never fed; d e f g of turn 2, whose h was not.
-    assert sequence.routes[:, 0, 0].tolist() == [1, 1, 1, 2, 2, 2, 2]

@@ -4,20 +4,19 @@ first sample. ``tests/families`` does the same for all families of transformers.
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import GPTNeoConfig, MistralConfig, PreTrainedModel, Qwen2Config
+from transformers import PreTrainedModel
 
 from async_rl.config.generator import GeneratorConfig
 from async_rl.errors import ModelError, WeightsError
 from async_rl.generator.hf.backend import TransformersBackend
 from async_rl.generator.hf.lockstep import LockstepRows
-from async_rl.generator.hf.rows import SlotRows, caches_only_keys_and_values
+from async_rl.generator.hf.rows import SlotRows
 from async_rl.generator.hf.self_test import choose_rows
 from async_rl.queue.parity import ProbeSequence
 from tests.families.catalogue import build
@@ -47,27 +46,6 @@ def test_a_family_is_sampled_as_a_forward_pass_over_the_text_computes(tmp_path: 
     assert worst_difference(tmp_path, name) < 1e-5
 
 
-def test_only_what_needs_it_leaves_the_slots(caplog: pytest.LogCaptureFixture):
-    caplog.set_level(logging.WARNING, "async_rl")
-    assert isinstance(chosen("GPT-2"), SlotRows)
-    assert not caplog.records
-    assert cast(LockstepRows, chosen("Mistral")).has_cache
-    assert not cast(LockstepRows, chosen("Zamba 2")).has_cache
-    messages = [record.getMessage() for record in caplog.records]
-    assert (
-        "MistralForCausalLM is sampled slowly, in transformers' own caches with a forward pass for each" in messages[0]
-    )
-    assert "Zamba2ForCausalLM is sampled slowly, without a cache with the whole text computed for every" in messages[1]
-
-
-def test_windows_are_found_in_layer_types_and_in_older_keys():
-    assert caches_only_keys_and_values(Qwen2Config(sliding_window=64, use_sliding_window=False))
-    assert not caches_only_keys_and_values(Qwen2Config(sliding_window=64, use_sliding_window=True, max_window_layers=1))
-    assert not caches_only_keys_and_values(MistralConfig(sliding_window=64))
-    assert caches_only_keys_and_values(MistralConfig(sliding_window=None))
-    assert not caches_only_keys_and_values(GPTNeoConfig())  # window_size, which its own masks apply
-
-
 def test_a_model_whose_tokens_see_later_ones_is_refused_before_the_first_sample(tmp_path: Path):
     write_family(tmp_path, "BERT without a causal mask")
     backend = TransformersBackend.from_files(tmp_path, GeneratorConfig(batch_size=NUM_SLOTS))
@@ -93,15 +71,6 @@ def test_first_weights_that_give_nan_are_named_as_the_cause():
         choose_rows(model, 4)
 
 
-def test_windows_are_as_before_after_the_test():
-    model = build("Mistral")
-    choose_rows(model, 4)
-    assert model.config.sliding_window == 8
-    assert {
-        layer.self_attn.sliding_window for layer in model.model.layers if hasattr(layer.self_attn, "sliding_window")
-    } <= {8}
-
-
 # Scaled and capped logits, with slots and without.
 @pytest.mark.parametrize("name", ["Granite", "Cohere", "nanochat", "Gemma 2", "Mamba 2", "Falcon-H1"])
 @pytest.mark.parametrize("mode", ["cached_decode", "full_forward", "float32_head"])
@@ -119,15 +88,3 @@ def test_given_tokens_are_scored_as_the_model_computes_them(tmp_path: Path, name
         start = len(ids) - probe.num_scored
         expected += [float(logprobs[place - 1, ids[place]]) for place in range(start, len(ids))]
     np.testing.assert_allclose(found, expected, atol=1e-5)
-
-
-def test_buffers_that_a_version_holds_reach_the_model(tmp_path: Path):
-    write_family(tmp_path, "DeepSeek-V3")
-    backend = TransformersBackend.from_files(tmp_path, GeneratorConfig(batch_size=2))
-    weights = weights_of(build("DeepSeek-V3"))
-    (name,) = [name for name in weights if name.endswith("e_score_correction_bias")]
-    weights[name] = torch.arange(4.0)
-    backend.activate(1, weights)
-    assert torch.equal(backend._model.state_dict()[name], torch.arange(4.0))
-    with pytest.raises(WeightsError, match=r"missing .*e_score_correction_bias"):
-        backend.activate(2, {key: tensor for key, tensor in weights.items() if key != name})

@@ -27,12 +27,6 @@ def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_directory_goes_with_its_generator(parent: Path):
-    with scratch_directory() as directory:
-        assert directory.parent == parent
-    assert list(parent.iterdir()) == []
-
-
 def test_a_killed_generators_directory_goes_with_the_next_and_a_living_ones_stays(parent: Path):
     holders = [
         subprocess.Popen([sys.executable, "-c", HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

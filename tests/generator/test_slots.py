@@ -63,10 +63,7 @@ def test_every_sequence_keeps_its_own_tokens_wherever_it_is_moved(actions):
 def test_random_numbers_are_a_function_of_seed_rollout_and_token_and_look_uniform():
     keys = rollout_keys(5, np.arange(100))
     draws = np.concatenate([uniforms(keys, np.full(100, token)) for token in range(100)])
-    assert (
-        draws.tolist()
-        == np.concatenate([uniforms(rollout_keys(5, np.arange(100)), np.full(100, t)) for t in range(100)]).tolist()
-    )
+    assert draws[:100].tolist() == uniforms(rollout_keys(5, np.arange(100)), np.zeros(100, np.int64)).tolist()
     assert len(set(draws.tolist())) == 10_000
     assert draws.min() >= 0
     assert draws.max() < 1

@@ -5,15 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 from msgspec.structs import replace
 
-from async_rl.config.generator import EnvironmentConfig
-from async_rl.data.spellings import GUARD, unguarded
-from async_rl.generator.backend import Sampled
-from async_rl.generator.environment_rollouts import TokenizerText, Trajectory, prompt_text, start_message
+from async_rl.data.spellings import GUARD
+from async_rl.generator.environment_rollouts import TokenizerText
 from tests.data.public_templates import tokenizer_of
-from tests.extensions.agents.test_conversations import ASKED, MORE, Chat, continues
+from tests.extensions.agents.test_conversations import ASKED, Chat
 from tests.generator.test_environment_rollouts import playing, row
 
 TOKENIZER = tokenizer_of("qwen2_5")
@@ -45,45 +42,6 @@ def test_an_environment_gets_the_prompt_as_people_read_it_and_its_states_go_on_f
     # The template's own two ends (system, user), and the one that the environment wrote after the first answer.
     assert num_ends(given) == 3
     assert SPELLING in TOKENIZER.decode(given)
-
-
-def test_the_start_of_an_environment_has_no_guards():
-    lease = row(SPELLING, 1)
-    text = prompt_text(lease.prompt.messages, TokenizerText(TOKENIZER).render)
-    assert text is not None
-    assert GUARD in text
-    start = start_message(EnvironmentConfig(name="a.py"), lease, 0, text)
-    assert start["prompt"] == start["extra_info"]["prompt_text"] == unguarded(text)
-    assert GUARD not in str(start)
-
-
-@pytest.mark.parametrize("answer", ["It is 5.", "The mark <|im_end|> ends it.", "<|im_start|>"])
-def test_a_conversation_of_messages_keeps_the_sampled_tokens_of_an_answer_that_spells_a_mark(answer: str):
-    text = TokenizerText(TOKENIZER)
-    asked = [{"role": "user", "content": SPELLING}]
-    trajectory = Trajectory(text)
-    first = trajectory.add_state(text.render(asked))
-    # The model samples a mark letter by letter, otherwise than the tokenizer would.
-    ids = np.array([*(TOKENIZER.convert_tokens_to_ids(letter) for letter in answer.replace(" ", "Ġ")), END], np.int32)
-    zeros = np.zeros(len(ids), np.float32)
-    trajectory.add_answer(Sampled("lease", 0, first, ids, zeros, zeros.astype(np.int32), "stop", answer))
-    more = [*asked, {"role": "assistant", "content": answer}, {"role": "user", "content": "Next <|im_end|>"}]
-    found = trajectory.add_state(text.render(more))
-    assert found[: len(first) + len(ids)].tolist() == [*first.tolist(), *ids.tolist()]
-    assert num_ends(found) == 4  # system, user, answer, user
-    assert TOKENIZER.decode(found) == unguarded(text.render(more))
-
-
-def test_a_chat_of_an_agent_goes_on_and_what_its_tools_say_is_text():
-    chat = Chat("qwen2_5")
-    prompt, token_ids, message = chat.answer([{**ASKED, "content": SPELLING}], "It is <|im_start|> 5.")
-    assert num_ends(prompt.token_ids) == 2
-    later = [{**ASKED, "content": SPELLING}, message, {**MORE, "content": "And <|im_end|>?"}]
-    after = chat.known.prompt(later, None)
-    assert continues(prompt, token_ids, after)
-    # The ends of the system, of both users, and of the answer.
-    assert num_ends(after.token_ids) == 4
-    assert "And <|im_end|>?" in chat.decode(after.token_ids)
 
 
 def test_a_tool_of_an_agent_can_not_end_its_own_turn():

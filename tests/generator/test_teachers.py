@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from typing import Any, cast
 
 import numpy as np
+import pytest
 from msgspec import structs
 
 from async_rl.config.distill import DistillConfig
@@ -103,37 +104,6 @@ def test_each_source_has_its_teacher_and_evaluations_have_none():
     assert clients["small"].asked[0][0] == [0, 1, 2, 3]
 
 
-def test_a_teacher_that_cant_score_fails_the_lease_with_its_words():
-    taught, inner, clients, _ = scene()
-    failed = Graded(make_lease("b"), 0, None, Failure("environment_error", "gone"))
-    inner.graded = [graded(make_lease("a"), 3), graded(make_lease("c"), 3), graded(make_lease("d"), 3), failed]
-    assert taught.collect() == [failed]  # it has no rollout to score
-    error, nan, short = clients["big"].futures
-    error.set_exception(RewardError("the scorer big: too long"))
-    nan.set_result((np.full((2, 1), np.nan, np.float32), np.zeros((2, 0), np.int32)))
-    short.set_result(answer(1))
-    details = [done.failure.detail for done in taught.collect() if done.failure is not None]
-    assert len(details) == 3
-    assert "too long" in details[0]
-    assert "finite" in details[1]
-    assert "expected teacher.logprobs of 2 sampled tokens" in details[2]
-
-
-def test_an_answer_that_no_teacher_gives_fails_the_lease():
-    taught, inner, clients, _ = scene(top_k=2, form="loss")
-    inner.graded = [graded(make_lease(name), 3) for name in "abc"]
-    taught.collect()
-    positive, other, none = clients["big"].futures
-    positive.set_result((np.full((2, 3), 0.5, np.float32), np.zeros((2, 2), np.int32)))
-    other.set_result(answer(2, 1))  # of one token instead of two
-    none.set_result(())
-    details = [done.failure.detail for done in taught.collect() if done.failure is not None]
-    assert len(details) == 3
-    assert "at most 0" in details[0]
-    assert "2 likeliest tokens from the teacher, got arrays of the shapes [[2, 2], [2, 1]]" in details[1]
-    assert "got arrays of the shapes []" in details[2]
-
-
 def test_a_cancelled_lease_leaves_nothing_waiting():
     taught, inner, _, _ = scene()
     inner.graded = [graded(make_lease("a"), 3)]
@@ -143,8 +113,27 @@ def test_a_cancelled_lease_leaves_nothing_waiting():
     assert taught.num_pending == inner.num_pending
 
 
-def test_the_trouble_is_that_of_any_teacher():
-    _, _, clients, teachers = scene()
-    assert teachers.trouble == ""
-    clients["small"].trouble = "away"
-    assert teachers.trouble == "away"
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (RewardError("the scorer big: too long"), "too long"),
+        ((np.full((2, 3), np.nan, np.float32), np.zeros((2, 2), np.int32)), "finite"),
+        (answer(1, 2), "expected teacher.logprobs of 2 sampled tokens"),
+        ((np.full((2, 3), 0.5, np.float32), np.zeros((2, 2), np.int32)), "at most 0"),
+        (answer(2, 1), "2 likeliest tokens from the teacher, got arrays of the shapes [[2, 2], [2, 1]]"),
+        ((), "got arrays of the shapes []"),
+    ],
+)
+def test_what_no_teacher_would_answer_fails_the_lease_with_the_reason(given: Any, told: str):
+    taught, inner, clients, _ = scene(top_k=2, form="loss")
+    failed = Graded(make_lease("b"), 0, None, Failure("environment_error", "gone"))
+    inner.graded = [graded(make_lease("a"), 3), failed]
+    assert taught.collect() == [failed]  # it has no rollout to score
+    (future,) = clients["big"].futures
+    if isinstance(given, Exception):
+        future.set_exception(given)
+    else:
+        future.set_result(given)
+    (done,) = taught.collect()
+    assert done.failure is not None
+    assert told in done.failure.detail

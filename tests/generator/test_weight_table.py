@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig
+from transformers import BartConfig, LlamaConfig, RwkvConfig
 
 from async_rl.errors import ModelError, WeightsError
 from async_rl.generator.hf.causal_model import WeightTable, describe_model, refuse_unsupported
@@ -35,8 +35,9 @@ def table() -> tuple[Any, WeightTable]:
 def test_a_tied_weight_comes_once_and_other_dtypes_are_cast_to_the_engines():
     model, known = table()
     known.check(weights())
-    known.replace(weights())
+    known.replace(sent := weights())
     assert torch.equal(model.head.weight, torch.ones(4, 3))
+    assert model.embed.weight.data_ptr() == sent["embed.weight"].data_ptr(), "taken over, not copied"
     assert model.norm.weight.dtype == torch.bfloat16
     assert torch.equal(model.norm.weight, torch.full((3,), 0.5, dtype=torch.bfloat16))
 
@@ -61,36 +62,42 @@ def test_persistent_buffers_come_in_their_own_dtype_and_others_do_not_come():
         known.check(weights(bias=torch.zeros(3), angles=torch.zeros(3)))
 
 
-def test_an_alias_may_come_too_if_it_is_equal():
-    _, known = table()
-    known.check(weights(**{"head.weight": torch.ones(4, 3)}))
-    with pytest.raises(WeightsError, match=r"head\.weight is tied to embed\.weight"):
-        known.check(weights(**{"head.weight": torch.zeros(4, 3)}))
-
-
-def test_adapters_missing_unknown_and_reshaped_tensors_are_refused_by_name():
-    _, known = table()
-    with pytest.raises(WeightsError, match=r"LoRA adapters, head\.lora_A\.weight"):
-        known.check(weights(**{"head.lora_A.weight": torch.ones(1, 3)}))
-    with pytest.raises(WeightsError, match=r"unknown \['extra'\]"):
-        known.check(weights(extra=torch.ones(1)))
-    with pytest.raises(WeightsError, match=r"missing \['norm\.weight'\]"):
-        known.check({"embed.weight": torch.ones(4, 3)})
-    with pytest.raises(WeightsError, match=r"norm\.weight: expected shape \[3\], got \[4\]"):
-        known.check(weights(**{"norm.weight": torch.ones(4)}))
-
-
-def test_a_quantised_model_is_refused_by_the_name_of_its_method():
-    config = LlamaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, intermediate_size=8, vocab_size=8)
-    refuse_unsupported(config)
-    config.quantization_config = {"quant_method": "gptq"}
-    with pytest.raises(ModelError, match="quantised by gptq"):
-        refuse_unsupported(config)
-
-
 def test_vllm_is_not_started_for_a_quantised_model(tmp_path: Path):
     config = LlamaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, intermediate_size=8, vocab_size=8)
     config.quantization_config = {"quant_method": "fp8"}
     config.save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="has a quantization_config"):
         describe_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({"head.weight": torch.zeros(4, 3)}, r"head\.weight is tied to embed\.weight"),
+        ({"head.lora_A.weight": torch.ones(1, 3)}, r"LoRA adapters, head\.lora_A\.weight"),
+        ({"extra": torch.ones(1)}, r"unknown \['extra'\]"),
+        ({"norm.weight": torch.ones(4)}, r"norm\.weight: expected shape \[3\], got \[4\]"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused_by_name(more: dict[str, torch.Tensor], told: str):
+    _, known = table()
+    known.check(weights(**{"head.weight": torch.ones(4, 3)}))  # an alias may come too if it is equal
+    with pytest.raises(WeightsError, match=told):
+        known.check(weights(**more))
+    with pytest.raises(WeightsError, match=r"missing \['norm\.weight'\]"):
+        known.check({"embed.weight": torch.ones(4, 3)})
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        (LlamaConfig(quantization_config={"quant_method": "gptq"}), "quantised by gptq"),
+        (BartConfig(), "runs decoders, got 'bart', which has an encoder too"),
+        (RwkvConfig(), r"'rwkv' with rescale_every = 6 divides its weights.* set rescale_every = 0"),
+    ],
+    ids=["quantised", "encoder", "rescaled"],
+)
+def test_models_that_the_engine_would_get_wrong_are_refused(config: Any, told: str):
+    refuse_unsupported(LlamaConfig())
+    with pytest.raises(ModelError, match=told):
+        refuse_unsupported(config)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import re
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from async_rl.config.config import Config
-from async_rl.config.loading import config_to_toml, machine_overrides, parse_config
+from async_rl.config.loading import config_to_toml, machine_overrides
 from async_rl.errors import ConfigError, QueueError
 from async_rl.generator.fake import FakeBackend
 from async_rl.generator.loop import HEARTBEAT_S, Device, Worker
@@ -32,6 +32,7 @@ from async_rl.queue.messages import (
 from async_rl.queue.parity import Answer, Probe, ProbeSequence, encode_probe
 from async_rl.records import NO_VERSION, Group
 from async_rl.rewards.records import RewardInput, RewardOutput
+from tests.config.made import a_config
 from tests.generator.leases import make_lease
 from tests.generator.scripted import InlineGrader
 
@@ -147,17 +148,13 @@ class Scene:
         reward: dict[str, Any] | None = None,
         **generator: Any,
     ) -> None:
-        section = {"backend": "fake", "batch_size": 4} | generator
-        raw = {
-            "run": {"dir": "run"},
-            "model": {"path": "model"},
-            "sampling": {"group_size": 2, "max_new_tokens": 8},
-            "generator": section,
-            "experimental": {"fake": {"mean_tokens": mean_tokens}},
-            "data": data or {},
-            "reward": reward or {},
-        }
-        self.config: Config = parse_config(raw, "test")
+        self.config = a_config(
+            sampling={"group_size": 2, "max_new_tokens": 8},
+            generator={"backend": "fake", "batch_size": 4} | generator,
+            experimental={"fake": {"mean_tokens": mean_tokens}},
+            data=data or {},
+            reward=reward or {},
+        )
         self.clock = Clock()
         self.queue, self.receiver = FakeQueue(self.clock), FakeReceiver()
         self.backend = engine(self.config.generator, self.config.experimental.fake)
@@ -223,30 +220,60 @@ def test_a_sampled_group_is_returned_with_its_versions_and_their_digests(scene):
     assert group.sampling_time_s > 0
 
 
-def test_the_first_lease_is_told_with_how_long_its_answers_may_get(scene, caplog):
-    caplog.set_level(logging.INFO)
-    scene.run(scene.announce(3), granted(make_lease("a", max_new_tokens=8)), granted(make_lease("b")), *quiet(8))
-    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("sampling")]
-    assert lines == ["sampling answers of up to 8 tokens"]
+@pytest.mark.parametrize(
+    ("settings", "leases", "wanted"),
+    [
+        # 4 slots of groups of 2: two leases fill them, one more waits in line. Nothing is asked for before weights.
+        ({}, [], [3]),
+        ({"max_concurrent_groups": 2}, [make_lease("a"), make_lease("b")], [2, 1]),
+        # After a lease of one sample: 3 free slots and one in line.
+        ({}, [make_lease("e", kind="eval", group_size=1)], [3, 4]),
+    ],
+    ids=["none", "bounded", "small groups"],
+)
+def test_as_many_leases_are_requested_as_fill_the_slots(settings: dict[str, Any], leases: list[Any], wanted: list[int]):
+    scene = Scene(**settings)
+    scene.run(scene.announce(1, staged=False), [], [], scene.announce(1), *map(granted, leases), [])
+    assert [count for _, _, count in scene.queue.requests] == wanted
+    assert all(request[:2] == ("first", 1) for request in scene.queue.requests)
 
 
-def test_nothing_is_requested_before_weights_are_active_and_then_enough_to_fill_the_slots():
-    # 4 slots of groups of 2: two leases fill them, one more waits in line.
-    scene = Scene()
-    scene.run(scene.announce(0, staged=False), [], [], scene.announce(1), [])
-    assert scene.queue.requests == [("first", 1, 3)]
+def test_another_lineage_voids_all_leases_and_its_versions_start_anew(scene):
+    def check() -> list[GeneratorEvent]:
+        assert scene.backend.num_running == 0
+        return []
+
+    scene.run(
+        scene.announce(5),
+        granted(make_lease("a")),
+        scene.announce(2, "second", staged=False),
+        check,
+        # Granted before the queue knew better: of the old lineage, so it is left alone.
+        granted(make_lease("late")),
+        check,
+        scene.announce(2, "second"),
+        [],
+        granted(make_lease("b", lineage="second")),
+        *quiet(8),
+    )
+    assert [(g.lease_id, g.weights_digest) for g in scene.queue.returned] == [("b", {2: "second-2"})]
+    assert scene.queue.requests[-1][:2] == ("second", 2)
+    assert scene.queue.failed == []
 
 
-def test_max_concurrent_groups_bounds_the_leases_held():
-    scene = Scene(max_concurrent_groups=2)
-    scene.run(scene.announce(0), granted(make_lease("a")), granted(make_lease("b")), *quiet(2))
-    assert [wanted for _, _, wanted in scene.queue.requests] == [2, 1]
-
-
-def test_small_eval_groups_fill_the_slots_too(scene):
-    # After a lease of one sample: 3 free slots and one in line.
-    scene.run(scene.announce(0), granted(make_lease("e", kind="eval", group_size=1)), [])
-    assert [wanted for _, _, wanted in scene.queue.requests] == [3, 4]
+@pytest.mark.parametrize(
+    ("bad", "cause", "detail"),
+    [
+        (make_lease("bad", answer="raise"), "reward_error", f"ZeroDivisionError: no such answer ({__file__}, line "),
+        (make_lease("bad", max_prompt_tokens=2), "prompt_too_long", "tokens, sampling.max_prompt_tokens = 2"),
+    ],
+)
+def test_a_lease_that_fails_is_given_back_with_the_cause_and_the_worker_goes_on(scene, bad, cause: str, detail: str):
+    scene.run(scene.announce(0), granted(bad, make_lease("good")), *quiet(8))
+    ((lease_id, got, why),) = scene.queue.failed
+    assert (lease_id, got) == ("bad", cause)
+    assert detail in why
+    assert [group.lease_id for group in scene.queue.returned] == ["good"]
 
 
 def test_a_cancelled_lease_is_neither_sampled_on_nor_returned(scene):
@@ -276,46 +303,6 @@ def test_an_answer_that_names_a_version_is_followed_by_silence_until_it_is_activ
     assert [version for _, version, _ in scene.queue.requests] == [1, 3]
 
 
-def test_another_lineage_voids_all_leases_and_its_versions_start_anew(scene):
-    def check() -> list[GeneratorEvent]:
-        assert scene.backend.num_running == 0
-        return []
-
-    late = make_lease("late")
-    scene.run(
-        scene.announce(5),
-        granted(make_lease("a")),
-        scene.announce(2, "second", staged=False),
-        check,
-        # Granted before the queue knew better: of the old lineage, so it is left alone.
-        granted(late),
-        check,
-        scene.announce(2, "second"),
-        [],
-        granted(make_lease("b", lineage="second")),
-        *quiet(8),
-    )
-    assert [(g.lease_id, g.weights_digest) for g in scene.queue.returned] == [("b", {2: "second-2"})]
-    assert scene.queue.requests[-1][:2] == ("second", 2)
-    assert scene.queue.failed == []
-
-
-def test_a_failing_reward_gives_the_lease_back_and_the_worker_goes_on(scene, caplog):
-    scene.run(scene.announce(0), granted(make_lease("bad", answer="raise"), make_lease("good")), *quiet(8))
-    ((lease_id, cause, detail),) = scene.queue.failed
-    assert (lease_id, cause) == ("bad", "reward_error")
-    assert detail.startswith(f"ZeroDivisionError: no such answer ({__file__}, line ")
-    assert [group.lease_id for group in scene.queue.returned] == ["good"]
-    assert "reward failed on position 0, rollout 0 of lease bad" in caplog.text
-
-
-def test_a_prompt_that_is_too_long_is_given_back_unsampled(scene):
-    scene.run(scene.announce(0), granted(make_lease("a", max_prompt_tokens=2)), *quiet(3))
-    ((lease_id, cause, detail),) = scene.queue.failed
-    assert (lease_id, cause) == ("a", "prompt_too_long")
-    assert detail.endswith("tokens, sampling.max_prompt_tokens = 2")
-
-
 def test_the_question_of_a_prompt_that_is_too_long_may_be_cut():
     # Four characters a token: of "<user>1...1<assistant>", 8 tokens leave 32 - 17 = 15 ones.
     scene = Scene(data={"on_long_prompt": "truncate"})
@@ -328,6 +315,22 @@ def test_the_question_of_a_prompt_that_is_too_long_may_be_cut():
     for rollout in group.rollouts:
         (sequence,) = rollout.sequences
         assert sequence.token_ids[~sequence.loss_mask].tolist() == expected.tolist()
+
+
+def test_a_group_with_a_failed_rollout_is_returned_with_the_failure():
+    calls: list[RewardInput] = []
+
+    def picky(item: RewardInput) -> RewardOutput:
+        calls.append(item)
+        return RewardOutput({"correct": 1.0 / (len(calls) - 1)}, 1.0)
+
+    scene = Scene(grader=InlineGrader(picky))
+    scene.run(scene.announce(0), granted(make_lease("a")), *quiet(8))
+    (group,) = scene.queue.returned
+    assert sorted(rollout.finish_reason for rollout in group.rollouts) == ["error", "stop"]
+    ((cause, detail, count),) = scene.queue.failed_rollouts
+    assert (cause, count, scene.queue.failed) == ("reward_error", 1, [])
+    assert detail.startswith("ZeroDivisionError")
 
 
 def test_heartbeats_carry_progress_by_lease_and_cumulative_stats():
@@ -405,28 +408,11 @@ def test_a_long_wait_for_weights_or_grading_is_polled_less_and_less_often(scene)
         waited += timeout
 
 
-def test_an_event_makes_the_polls_short_again(scene):
-    scene.run(scene.announce(1, staged=False), *quiet(60), scene.announce(2, staged=False), *quiet(2))
-    assert scene.queue.timeouts[-2] < 0.007
-
-
-def test_a_version_that_the_queue_announces_late_is_not_waited_for(scene):
-    scene.receiver.staged = FakeStaged("first", 5, "first-5")
-    scene.run(scene.announce(4, staged=False), [], [])
-    assert scene.backend.version == 5
-    assert scene.queue.timeouts[-1] > 0.9  # it blocks until its next heartbeat
-
-
 def test_empty_answers_don_t_make_the_worker_spin(scene):
     scene.run(scene.announce(0), granted(), [], granted(), [], granted(), [])
     # The pause before the next request is spent in poll, too.
     assert len(scene.queue.requests) == 4
     assert all(timeout > 0.01 for timeout in scene.queue.timeouts[2:])
-
-
-def test_a_finished_run_ends_the_worker(scene):
-    scene.run([Finished()])
-    assert scene.queue.requests == []
 
 
 def test_a_silent_queue_is_given_up_on(scene):
@@ -438,43 +424,21 @@ def test_a_silent_queue_is_given_up_on(scene):
         scene.run(fall_silent)
 
 
-def test_a_long_wait_is_told_once_with_what_is_waited_for(scene, caplog):
-    caplog.set_level(logging.WARNING)
-    scene.run(scene.announce(0), granted(), *quiet(80))
-    lines = [r.message for r in caplog.records if "waiting since" in r.message]
-    assert len(lines) == 1
-    assert lines[0].endswith("for a lease (the learner is behind)")
+def test_trouble_with_the_weights_is_told_until_a_version_arrives(scene):
+    def report(error: str | None) -> Callable[[], list[GeneratorEvent]]:
+        def play() -> list[GeneratorEvent]:
+            scene.receiver.error = error
+            scene.clock.now_s += HEARTBEAT_S
+            return []
 
+        return play
 
-def test_trouble_with_the_weights_is_told_and_not_fatal(scene, caplog):
-    caplog.set_level(logging.INFO)
-
-    def trouble() -> list[GeneratorEvent]:
-        scene.receiver.error = "the learner was not heard of"
-        return []
-
-    def well() -> list[GeneratorEvent]:
-        scene.receiver.error = None
-        return []
-
-    def report() -> list[GeneratorEvent]:
-        scene.clock.now_s += HEARTBEAT_S
-        return []
-
-    def still() -> list[GeneratorEvent]:
-        # It is connected again, but has no version yet.
-        assert scene.queue.troubles[-1] == "the learner was not heard of"
-        return []
-
+    # Connected again, it has no version yet, so the trouble is still told.
     scene.run(
-        scene.announce(0, staged=False), trouble, report, [], well, report, still, scene.announce(0), [], report, []
+        scene.announce(0, staged=False), report("away"), [], report(None), [], scene.announce(0), report(None), []
     )
-    assert list(dict.fromkeys(scene.queue.troubles)) == ["", "the learner was not heard of"]
     assert scene.queue.troubles[-1] == ""
-    assert [r.message for r in caplog.records] == [
-        "weights: the learner was not heard of",
-        "weights: versions arrive again",
-    ]
+    assert scene.queue.troubles.count("away") == 2
 
 
 def test_a_generator_takes_generator_keys_only(scene):
@@ -495,37 +459,39 @@ def test_a_generator_may_not_decide_whether_rollouts_are_agents(scene):
         generator_config(text, ["generator.serve=true"])
 
 
+CODE = {
+    "type": "code",
+    "code": {"allow_unsafe": True, "endpoint": "http://10.0.0.1:8000", "packages": ("numpy", "torch")},
+}
+ASKS = {"endpoint": "http://10.0.0.1:8000", "model": "m", "api_key_env": "OTHERS_KEY", "rubric_file": "notes.txt"}
+
+
 @pytest.mark.parametrize(
-    ("key", "value"), [("allow_unsafe", True), ("endpoint", "http://10.0.0.1:8000"), ("packages", ("numpy", "torch"))]
+    ("reward", "keys"),
+    [
+        (CODE, ["allow_unsafe", "endpoint", "packages"]),
+        ({"type": "judge", "judge": ASKS}, ["endpoint", "api_key_env", "rubric_file"]),
+    ],
+    ids=["programs", "judge"],
 )
-def test_a_queue_does_not_decide_how_programs_run_on_another_machine(scene, key: str, value: Any):
-    reward = {**scene.config.reward.model_dump(), "type": "code", "code": {key: value}}
-    asking = Config.model_validate({**scene.config.model_dump(), "reward": reward})
-    text = config_to_toml(asking)
-    with pytest.raises(ConfigError, match=rf"the queue's config sets reward\.code\.{key}=.* start the generator with"):
-        generator_config(text, [])
-    # `launch` and doctor agree for the machine that the config is written for.
-    assert machine_overrides(asking) != []
-    assert getattr(generator_config(text, machine_overrides(asking)).reward.code, key) == value
-    # An operator may also decide otherwise.
-    default = {"allow_unsafe": "false", "endpoint": "http://127.0.0.1:9", "packages": "[]"}[key]
-    assert getattr(generator_config(text, [f"reward.code.{key}={default}"]).reward.code, key) != value
-    # Without the code reward nothing is asked.
-    other = Config.model_validate({**asking.model_dump(), "reward": {**reward, "type": "boxed"}})
-    generator_config(config_to_toml(other), [])
-
-
-def test_a_queue_does_not_decide_what_another_machine_tells_a_judge(scene):
-    # A queue could else ask for any variable of the environment, or any file, at any address.
-    judge = {"endpoint": "http://10.0.0.1:8000", "model": "m", "api_key_env": "OTHERS_KEY", "rubric_file": "notes.txt"}
-    reward = {**scene.config.reward.model_dump(), "type": "judge", "judge": judge}
-    asking = Config.model_validate({**scene.config.model_dump(), "reward": reward})
+def test_a_queue_does_not_decide_what_another_machine_runs_and_tells(scene, reward: dict[str, Any], keys: list[str]):
+    # A queue could else have programs run without a sandbox, or ask for any variable of the environment, or any file.
+    asking = Config.model_validate({**scene.config.model_dump(), "reward": scene.config.reward.model_dump() | reward})
     text, overrides = config_to_toml(asking), machine_overrides(asking)
-    assert overrides == [f'reward.judge.{key}="{judge[key]}"' for key in ("endpoint", "api_key_env", "rubric_file")]
+    section = f"reward.{reward['type']}"
+    assert [one.partition("=")[0] for one in overrides] == [f"{section}.{key}" for key in keys]
     for missing in overrides:
-        with pytest.raises(ConfigError, match=f"the queue's config sets {missing}"):
+        with pytest.raises(ConfigError, match=f"the queue's config sets {re.escape(missing)}"):
             generator_config(text, [one for one in overrides if one != missing])
+    # `launch` and doctor agree for the machine that the config is written for. An operator may also decide otherwise.
     assert generator_config(text, overrides).reward == asking.reward
+    own = generator_config(text, [*overrides, f'{section}.endpoint="http://127.0.0.1:9"']).reward
+    assert getattr(own, reward["type"]).endpoint == "http://127.0.0.1:9"
+
+
+def test_keys_of_a_reward_that_is_not_used_ask_for_nothing(scene):
+    reward = scene.config.reward.model_dump() | CODE | {"type": "boxed"}
+    generator_config(config_to_toml(Config.model_validate({**scene.config.model_dump(), "reward": reward})), [])
 
 
 def test_deterministic_runs_use_one_thread_on_every_machine(scene):
@@ -576,8 +542,8 @@ class SlowGrader:
 
     trouble, num_waiting = "", 0
 
-    def __init__(self, call_s: float, hangs_s: float | None = None) -> None:
-        self.call_s, self.began_s, self.hangs_s = call_s, 0.0, hangs_s
+    def __init__(self, call_s: float) -> None:
+        self.call_s, self.began_s = call_s, 0.0
         self.clock: Clock | None = None
         self.samples: list[tuple[Any, Any]] = []
 
@@ -587,9 +553,7 @@ class SlowGrader:
 
     @property
     def calls_s(self) -> tuple[float, ...]:
-        """The last submitted call, and one that hangs."""
-        own = () if self.clock is None or not self.samples else (self.clock.now_s - self.began_s,)
-        return own if self.hangs_s is None else (*own, self.hangs_s)
+        return () if self.clock is None or not self.samples else (self.clock.now_s - self.began_s,)
 
     def submit(self, lease: Any, sample: Any) -> None:
         assert self.clock is not None
@@ -611,8 +575,8 @@ class SlowGrader:
         return {}
 
 
-def run_slow_reward(call_s: float, *, hangs_s: float | None = None, **reward: Any) -> Scene:
-    grader = SlowGrader(call_s, hangs_s)
+def run_slow_reward(call_s: float, **reward: Any) -> Scene:
+    grader = SlowGrader(call_s)
     scene = Scene(grader=grader, reward=reward)
     grader.clock = scene.clock
     polls: list[list[GeneratorEvent]] = [[]] * int(200 * call_s)
@@ -633,14 +597,6 @@ def test_a_running_call_of_the_reward_is_progress_of_its_leases_up_to_its_limit(
         assert scene.queue.troubles[5] == ""
 
 
-def test_a_call_that_hangs_does_not_end_the_leases_of_other_calls():
-    scene = run_slow_reward(20.0, hangs_s=9000.0, max_call_s=600.0)
-    seen = [progress["a"] for progress, _ in scene.queue.heartbeats if "a" in progress]
-    assert len(seen) > 15
-    assert seen == sorted(set(seen))
-    assert scene.queue.troubles[5].startswith("a call of the reward has run for more than reward.max_call_s = 600 s")
-
-
 def test_idle_time_is_counted_by_what_the_generator_waits_for():
     scene = run_slow_reward(20.0)
     _, stats = scene.queue.heartbeats[-1]
@@ -650,11 +606,7 @@ def test_idle_time_is_counted_by_what_the_generator_waits_for():
     idle = stats.idle_grading_s + stats.idle_weights_s + stats.idle_leases_s
     assert idle <= stats.wall_s
     assert stats.idle_leases_s > 0.0
-
-
-def test_a_generator_without_weights_waits_for_weights():
     scene = Scene()
     scene.run(scene.announce(0, staged=False), *quiet(300))
     _, stats = scene.queue.heartbeats[-1]
     assert stats.idle_weights_s > 0.9 * stats.wall_s
-    assert stats.idle_leases_s == 0.0
