@@ -1,6 +1,5 @@
 """Every built-in reward, and every form of a user's function, passes the conformance suite; bad ones don't."""
 
-import asyncio
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 
 from async_rl.config.config import Config
-from async_rl.config.reward import REWARD_TYPES, reward_type
+from async_rl.config.reward import REWARD_TYPES
 from async_rl.rewards.conformance import Example, check_reward, example_of, main
 from async_rl.rewards.functions import FunctionReward
 from async_rl.rewards.records import RewardInput, RewardOutput
@@ -41,40 +40,8 @@ def test_every_built_in_reward_conforms(name: str):
         assert check_reward(reward, BY_HAND.get(name) or example_of(REWARD_TYPES[name], {"gt_answer": "42"})) == []
 
 
-@pytest.mark.parametrize(
-    ("name", "reward_data", "right", "wrong"),
-    [
-        ("exact", {"gt_answer": 4}, "<think>\nthoughts\n</think>\n<answer>\n4\n</answer>", "<answer>\nno such answer"),
-        ("xml_format", {"gt_answer": "4"}, "<answer>\n4\n</answer>", "no such answer"),
-        ("code", {"test_cases": {}, "gt_answer": "4"}, None, "```python\nprint('no such answer"),
-        ("mine.py:f", {"gt_answer": "4"}, "4", "no such answer"),
-        ("mine.py:f", {}, None, "no such answer"),
-    ],
-)
-def test_an_example_has_answers_in_the_form_of_the_reward(
-    name: str, reward_data: dict[str, Any], right: str | None, wrong: str
-):
-    example = example_of(reward_type(name), reward_data)
-    assert (example.right is None) == (right is None)
-    assert (right or "") in (example.right or "")
-    assert wrong in (example.wrong or "")
-
-
 def of_item(item: RewardInput) -> float:
     return float(item.text == item.reward_data["gt_answer"])
-
-
-def of_group(items: Sequence[RewardInput]) -> list[RewardOutput]:
-    return [RewardOutput({"longest": float(len(item.text))}, of_item(item), item.text[:9]) for item in items]
-
-
-def of_texts(completions: list[str], solutions: list[str]) -> list[list[float]]:
-    return [[0.5, float(text == solution)] for text, solution in zip(completions, solutions, strict=True)]
-
-
-async def awaited(item: RewardInput) -> float:
-    await asyncio.sleep(0)
-    return of_item(item)
 
 
 EXAMPLE = Example({"gt_answer": "42"}, "42", "43")
@@ -83,11 +50,6 @@ EXAMPLE = Example({"gt_answer": "42"}, "42", "43")
 def problems_of(function: Callable[..., Any], example: Example = EXAMPLE, time_limit_s: float = 30.0) -> list[str]:
     with closing(FunctionReward("mine:f", function, scale=2.0, time_limit_s=5.0)) as reward:
         return check_reward(reward, example, time_limit_s=time_limit_s)
-
-
-@pytest.mark.parametrize("function", [of_item, of_group, of_texts, awaited])
-def test_every_form_of_a_function_conforms(function: Callable[..., Any]):
-    assert problems_of(function) == []
 
 
 def test_what_is_wrong_with_a_reward_is_said():

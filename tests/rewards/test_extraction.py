@@ -4,22 +4,13 @@ import time
 
 import pytest
 
-from async_rl.rewards.extraction import Extraction, extract_answer_tag, extract_boxed
+from async_rl.rewards.extraction import Extraction, extract_answer_tag
 
 NOTHING = Extraction(None, False)
 
 
-def test_the_last_box_is_the_answer_and_its_format_is_valid():
-    assert extract_boxed(r"\boxed{1} no, \boxed{ 2 }") == Extraction("2", True)
-    assert extract_boxed("72") == NOTHING
-
-
 @pytest.mark.parametrize(
-    "text",
-    [
-        "<think>a</think><answer>7</answer>",
-        "Sure.\n<think>\na\n</think>\n\n<answer>\n 7 \n</answer>",
-    ],
+    "text", ["<think>a</think><answer>7</answer>", "Sure.\n<think>\na\n</think>\n\n<answer>\n 7 \n</answer>"]
 )
 def test_four_tags_once_in_order_and_at_the_end_are_valid(text: str):
     assert extract_answer_tag(text) == Extraction("7", True)
@@ -31,13 +22,12 @@ def test_four_tags_once_in_order_and_at_the_end_are_valid(text: str):
         "<answer>7</answer>",
         "<think>a<answer>7</answer>",
         "<think>a</think><answer>7</answer>\n",
-        "<think>a</think><answer>7</answer>.",
         "<answer>7</answer><think>a</think>",
         "<answer><think>a</think>7</answer> <answer>7</answer>",
         "<think>a</think><think>b</think><answer>7</answer>",
-        "<think>a</think></think><answer>7</answer>",
         "<think>a</think><answer>6</answer><answer>7</answer>",
         "</think>a<think><answer>7</answer>",
+        "<answer>7</answer><answer>8",  # the last closed answer counts
     ],
 )
 def test_a_wrong_structure_keeps_the_answer_but_not_the_format(text: str):
@@ -51,22 +41,7 @@ def test_no_closed_answer_tag_is_no_answer(text: str):
     assert extract_answer_tag(text) == NOTHING
 
 
-def test_the_last_closed_answer_counts_even_before_an_open_one():
-    assert extract_answer_tag("<answer>7</answer><answer>8") == Extraction("7", False)
-
-
-def test_an_inner_open_tag_belongs_to_the_answer():
-    assert extract_answer_tag("<answer>a<answer>b</answer>") == Extraction("a<answer>b", False)
-
-
-@pytest.mark.parametrize(
-    "piece",
-    [
-        "<answer>",
-        "</answer>",
-        "<answer></answer>",
-    ],
-)
+@pytest.mark.parametrize("piece", ["<answer>", "</answer>", "<answer></answer>"])
 def test_a_megabyte_of_openings_takes_linear_time(piece: str):
     text = piece * (1_000_000 // len(piece))
     start = time.monotonic()

@@ -1,8 +1,9 @@
-"""Reward functions written for TRL and verl, called as those trainers call them."""
+"""Every form of a user's function: our own, and those written for TRL and verl, called as those trainers call them."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -11,26 +12,111 @@ import pytest
 
 from async_rl.errors import ConfigError, RewardError
 from async_rl.records import TEXT_ROLE, TOOLS_ROLE
-from async_rl.rewards.conformance import Example, check_reward
 from async_rl.rewards.functions import FunctionReward
 from async_rl.rewards.records import UNJUDGED, RewardInput, RewardOutput
 
 CHAT = ({"role": "user", "content": "1+1"},)
+TEXT = ({"role": TEXT_ROLE, "content": "1+1="},)
+TOOLS = {"role": TOOLS_ROLE, "content": '[{"name": "f", "parameters": {}}]'}
 
 
 def group(*texts: str, messages: Any = CHAT, **data: Any) -> list[RewardInput]:
-    data = data or {"solution": "2"}
+    data = data or {"gt_answer": "2"}
     return [RewardInput(text, data, 10, 100, "stop", messages, token_ids=[1] * len(text)) for text in texts]
 
 
-def as_reward(function: Any, **settings: Any) -> FunctionReward:
-    return FunctionReward(f"mine:{function.__name__}", function, **{"scale": 1.0, "time_limit_s": 5.0, **settings})
+def as_reward(function: Callable[..., Any], **settings: Any) -> FunctionReward:
+    return FunctionReward("mine:f", function, **{"scale": 1.0, "time_limit_s": 5.0, **settings})
 
 
-def accuracy(completions: Any, solution: list[str], log_extra: Any = None, **kwargs: Any) -> list[float | None]:
+def half(item: RewardInput) -> float:
+    return 0.5 if item.text else 0.0
+
+
+def points(item: RewardInput) -> float:
+    return float(item.text)
+
+
+def right(item: RewardInput) -> bool:
+    return item.text == item.reward_data["gt_answer"]
+
+
+def parts(item: RewardInput) -> RewardOutput:
+    return RewardOutput({"a": 3.0, "b": -1.0}, 1.0, item.text)
+
+
+def longest(items: Sequence[RewardInput]) -> list[float]:
+    lengths = [len(item.text) for item in items]
+    return [float(length == max(lengths)) for length in lengths]
+
+
+async def awaited(items: Sequence[RewardInput]) -> list[float]:
+    await asyncio.sleep(0)
+    return [1.0 for _ in items]
+
+
+def rows(completions: list[str], solutions: list[str]) -> np.ndarray:
+    return np.array([[0.1, float(c == s)] for c, s in zip(completions, solutions)])
+
+
+def of_tokens(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+    return [float(len(ids)) for ids in completion_ids]
+
+
+def with_solutions(completions: Any, solutions: Any, **kwargs: Any) -> list[float]:
+    return [float(one[0]["content"] == gold) for one, gold in zip(completions, solutions, strict=True)]
+
+
+def of_texts(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
+    return [float(len(prompt + text)) for prompt, text in zip(prompts, completions)]
+
+
+def or_none(completions: Any, gt_answer: list[str], log_extra: Any = None, **kwargs: Any) -> list[float | None]:
     assert log_extra is None
-    contents = [completion[0]["content"] for completion in completions]
-    return [None if not known else 2.0 * (text == known) - 1.0 for text, known in zip(contents, solution)]
+    return [None if one[0]["content"] == "?" else -1.0 for one in completions]
+
+
+def of_messages(prompts: Any, completions: Any, **kwargs: Any) -> list[float]:
+    return [float(prompt == list(CHAT)) for prompt in prompts]
+
+
+def of_verl(solution_str: str, ground_truth: str) -> float:
+    return float(solution_str == ground_truth)
+
+
+def outputs(name: str, *values: float) -> list[RewardOutput]:
+    return [RewardOutput({name: value}, value) for value in values]
+
+
+@pytest.mark.parametrize(
+    ("function", "items", "expected"),
+    [
+        (half, group("a", ""), outputs("f", 0.5, 0.0)),
+        (points, group("-3"), outputs("f", -3.0)),  # a reward without an accuracy
+        (right, group("2", "3"), outputs("f", 1.0, 0.0)),
+        (parts, group("x"), [RewardOutput({"a": 3.0, "b": -1.0}, 1.0, "x")]),
+        (longest, group("a", "abc"), outputs("f", 0.0, 1.0)),
+        (awaited, group("2"), outputs("f", 1.0)),
+        (rows, group("2", "3"), [RewardOutput({"format": 0.1, "accuracy": a}, a) for a in (1.0, 0.0)]),
+        (of_tokens, group("a", "bcd"), outputs("f", 1.0, 3.0)),
+        (with_solutions, group("2", "3", solutions="2", gt_answer="other"), outputs("f", 1.0, 0.0)),
+        (of_texts, group("2", "22", messages=TEXT), outputs("f", 5.0, 6.0)),
+        (or_none, group("2", "?"), [*outputs("f", -1.0), UNJUDGED]),
+        (of_messages, group("2", messages=(TOOLS, *CHAT)), outputs("f", 1.0)),
+        (of_verl, group("2", reward_model={"ground_truth": "2", "style": "rule"}), outputs("f", 1.0)),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_function_gets_what_it_asks_for_and_gives_reward_and_accuracy(
+    function: Callable[..., Any], items: list[RewardInput], expected: list[RewardOutput]
+):
+    with closing(as_reward(function)) as reward:
+        assert reward.score_group(items) == expected
+        if not reward.needs_whole_group:
+            assert [reward(item) for item in items] == expected
+    with closing(as_reward(function, scale=2.0)) as reward:  # of the reward, not of the accuracy
+        scaled = [RewardOutput({k: 2.0 * v for k, v in o.parts.items()}, o.accuracy, o.extracted) for o in expected]
+        assert reward.score_group(items) == [UNJUDGED if o is UNJUDGED else s for o, s in zip(expected, scaled)]
 
 
 def test_a_function_of_trl_gets_messages_and_the_columns_as_lists():
@@ -40,8 +126,7 @@ def test_a_function_of_trl_gets_messages_and_the_columns_as_lists():
         seen.update(prompts=prompts, completions=completions, answer=answer, **kwargs)
         return [0.25, -3.0]
 
-    outputs = as_reward(f, scale=2.0).score_group(group("a", "b", answer="2", source="s"))
-    assert outputs == [RewardOutput({"f": 0.5}, 0.25), RewardOutput({"f": -6.0}, -3.0)]
+    as_reward(f).score_group(group("a", "b", answer="2", source="s"))
     assert seen == {
         "prompts": [list(CHAT)] * 2,
         "completions": [[{"role": "assistant", "content": text}] for text in "ab"],
@@ -51,54 +136,13 @@ def test_a_function_of_trl_gets_messages_and_the_columns_as_lists():
     }
 
 
-def test_a_function_of_trl_that_reads_only_the_tokens():
-    def longer(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
-        return [float(len(ids)) for ids in completion_ids]
-
-    assert [o.accuracy for o in as_reward(longer).score_group(group("a", "bcd"))] == [1.0, 3.0]
-
-
-def test_with_text_prompts_prompts_and_completions_are_texts():
-    def f(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
-        return [float(len(prompt + text)) for prompt, text in zip(prompts, completions)]
-
-    text = ({"role": TEXT_ROLE, "content": "1+1="},)
-    assert [o.accuracy for o in as_reward(f).score_group(group("2", "22", messages=text))] == [5.0, 6.0]
-
-
-def test_no_reward_of_trl_is_no_part():
-    outputs = as_reward(accuracy).score_group(group("2", "3"))
-    assert [output.parts for output in outputs] == [{"accuracy": 1.0}, {"accuracy": -1.0}]
-    assert as_reward(accuracy).score_group(group("2", solution="")) == [UNJUDGED]
-
-
 def test_a_renamed_column_goes_by_its_own_name():
     def f(completions: Any, solution: list[str], **kwargs: Any) -> list[float]:
         return [float(solution == ["2"])]
 
-    columns = {"solution": "gt_answer"}
-    assert as_reward(f, columns=columns).score_group(group("2", gt_answer="2"))[0].accuracy == 1.0
-    with pytest.raises(
-        RewardError, match=r"mine:f: expected the rows to have the column 'solution'.*got only gt_answer"
-    ):
-        as_reward(f).score_group(group("2", gt_answer="2"))
-
-
-def test_an_async_function_of_trl():
-    async def f(completions: Any, **kwargs: Any) -> np.ndarray:
-        await asyncio.sleep(0)
-        return np.array([1.0, 0.0], np.float32)
-
-    with closing(as_reward(f)) as reward:
-        assert [output.accuracy for output in reward.score_group(group("a", "b"))] == [1.0, 0.0]
-
-
-def test_what_only_trls_trainer_has_is_refused_by_name():
-    def f(completions: Any, trainer_state: Any, **kwargs: Any) -> list[float]:
-        return []
-
-    with pytest.raises(ConfigError, match="can do without trainer_state"):
-        as_reward(f)
+    assert as_reward(f, columns={"solution": "gt_answer"}).score_group(group("2"))[0].accuracy == 1.0
+    with pytest.raises(RewardError, match=r"expected the rows to have the column 'solution'.*got only gt_answer"):
+        as_reward(f).score_group(group("2"))
 
 
 @pytest.mark.parametrize(
@@ -121,66 +165,59 @@ def test_a_function_of_verl_returns_a_number_or_a_dict(returned: Any, reward: fl
 
     data = {"data_source": "gsm8k", "gt_answer": "2", "extra_info": {"index": 4}}
     (output,) = as_reward(compute_score).score_group(group("it is 2", **data))
-    assert output == RewardOutput({"compute_score": reward}, shown, extracted)
+    assert output == RewardOutput({"f": reward}, shown, extracted)
     assert seen == [("gsm8k", "it is 2", "2", {"index": 4})]
 
 
-def test_a_row_in_verls_own_form_has_its_answer_inside_an_object():
-    def compute_score(solution_str: str, ground_truth: str) -> float:
-        return float(solution_str == ground_truth)
+@pytest.mark.parametrize(
+    ("form", "returned", "told"),
+    [
+        ("own", float("nan"), "finite number or a RewardOutput, got nan"),
+        ("own", RewardOutput({"a": float("inf")}, 1.0), "expected a to be a finite number"),
+        ("own", RewardOutput({"a": 1.0}, 7.0), r"an accuracy in \[0, 1\], got 7.0"),
+        ("verl", {"acc": 1.0}, "a dict with the key score, got a dict with 'acc'"),
+        ("verl", {"score": "1"}, "expected a finite number"),
+        ("verl", {"score": 1.0, "acc": 2.0}, r"an accuracy in \[0, 1\], got 2.0"),
+        ("verl", None, "expected a finite number"),
+        ("group", [1.0], "a list of 2 values"),
+        ("group", "1", "expected a list"),
+        ("group", [1.0, 1.0, 1.0], "a list of 2 values"),
+    ],
+)
+def test_what_is_no_score_is_an_error(form: str, returned: Any, told: str):
+    functions: dict[str, Callable[..., Any]] = {
+        "own": lambda item: returned,
+        "verl": lambda solution_str, ground_truth: returned,
+        "group": lambda items: returned,
+    }
+    with pytest.raises(RewardError, match=told):
+        as_reward(functions[form]).score_group(group("2", "3"))
 
-    reward = as_reward(compute_score)
-    assert not reward.needs_whole_group
-    assert reward(group("2", reward_model={"ground_truth": "2", "style": "rule"})[0]).accuracy == 1.0
+
+def of_other_names(text: str, answer: str) -> float:
+    raise AssertionError
+
+
+def of_trainer(completions: Any, trainer_state: Any, **kwargs: Any) -> list[float]:
+    raise AssertionError
+
+
+def of_tokenizer(solution_str: str, ground_truth: str, tokenizer: Any, **kwargs: Any) -> float:
+    raise AssertionError
 
 
 @pytest.mark.parametrize(
-    ("returned", "told"),
+    ("function", "told"),
     [
-        ({"acc": 1.0}, "a dict with the key score, got a dict with 'acc'"),
-        ({"score": "1"}, "expected a finite number"),
-        ({"score": 1.0, "acc": 2.0}, r"expected an accuracy in \[0, 1\], got 2.0"),
-        (None, "expected a finite number"),
+        (of_other_names, r"expected a function with parameters \(item\), .* got \(text, answer\)"),
+        (of_trainer, "can do without trainer_state"),
+        (of_tokenizer, r"expected a function with parameters .* got \(solution_str, .*tokenizer\)"),
+        (1, "expected a function, got int"),
     ],
 )
-def test_what_a_function_of_verl_must_not_return(returned: Any, told: str):
-    def compute_score(solution_str: str, ground_truth: str) -> Any:
-        return returned
-
-    with pytest.raises(RewardError, match=told):
-        as_reward(compute_score)(group("2")[0])
-
-
-def test_a_list_of_numbers_is_enough_for_completions_and_solutions():
-    def f(completions: list[str], solutions: list[str]) -> list[float]:
-        return [1.0, 0.5]
-
-    assert [o.parts for o in as_reward(f).score_group(group("a", "b", gt_answer="a"))] == [{"f": 1.0}, {"f": 0.5}]
-
-
-def test_completions_and_solutions_with_further_arguments_are_trls_form():
-    def f(completions: Any, solutions: Any, **kwargs: Any) -> list[float]:
-        return [float(one[0]["content"] == gold) for one, gold in zip(completions, solutions, strict=True)]
-
-    outputs = as_reward(f).score_group(group("2", "3", solutions="2", gt_answer="other"))
-    assert [output.accuracy for output in outputs] == [1.0, 0.0]
-
-
-def test_schemas_of_tools_are_no_message_of_trls_prompts():
-    def f(prompts: Any, completions: Any, **kwargs: Any) -> list[float]:
-        assert prompts == [list(CHAT)]
-        return [1.0]
-
-    tools = {"role": TOOLS_ROLE, "content": '[{"name": "f", "parameters": {}}]'}
-    assert as_reward(f).score_group(group("2", messages=(tools, *CHAT)))[0].accuracy == 1.0
-
-
-def test_a_function_of_verl_that_needs_more_than_verl_gives_is_refused_at_the_start():
-    def compute_score(solution_str: str, ground_truth: str, tokenizer: Any, **kwargs: Any) -> float:
-        raise AssertionError
-
-    with pytest.raises(ConfigError, match=r"expected a function with parameters .* got \(solution_str, .*tokenizer\)"):
-        as_reward(compute_score)
+def test_functions_of_other_parameters_are_refused_at_the_start(function: Any, told: str):
+    with pytest.raises(ConfigError, match=told):
+        as_reward(function)
 
 
 def test_a_timeout_of_the_functions_own_is_not_taken_for_the_time_limit():
@@ -193,11 +230,3 @@ def test_a_timeout_of_the_functions_own_is_not_taken_for_the_time_limit():
     for function in (plain, waiting):
         with closing(as_reward(function)) as reward, pytest.raises(TimeoutError, match="host does not answer"):
             reward.score_group(group("2"))
-
-
-def test_the_checks_of_a_reward_name_a_timeout_of_its_own_as_its_error():
-    def answered_late(item: RewardInput) -> float:
-        raise TimeoutError("the judge's host does not answer")
-
-    problems = check_reward(as_reward(answered_late), Example({"solution": "2"}, "2", "3"), time_limit_s=5.0)
-    assert "got TimeoutError: the judge's host does not answer" in problems[0]

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from async_rl.config.loading import parse_config
-from async_rl.records import DROPPED_KEY, row_fields
 from async_rl.rewards.gold import gold_readings
 from async_rl.rewards.records import RewardInput
 from async_rl.rewards.registry import build_reward
+from tests.config.made import a_config
 
 GSM8K = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nNatalia sold 48+24 = <<48+24=72>>72 clips.\n#### 72"
 MATH = r"We have $x=2$, so the answer is $\boxed{\frac{1}{2}}$."
@@ -24,17 +23,13 @@ PROSE = "Suppose that there were finitely many primes and take the product of al
         (GSM8K, ("72",)),
         ("#### 1,200", ("1,200",)),
         (MATH, (r"\frac{1}{2}",)),
-        (r"\boxed{5}", ("5",)),
         (f"{GSM8K}\nThe answer is: 72", ("72",)),  # MetaMathQA
-        ("The answer is 5.", ("5",)),
         ("Final Answer: The final answer is $x+1$. I hope it is correct.", ("$x+1$",)),
         ("So the answer is **(B) 15**.", ("B", "15", "(B) 15")),
-        ("Answer: 7", ("7",)),
         ("答案是5。", ("5",)),
         ('["34"]', ("34", '["34"]')),
         (r'["\\boxed{34}"]', ("34", r'["\\boxed{34}"]')),
         ("B) 15", ("B", "15", "B) 15")),
-        ("B. 15", ("B", "15", "B. 15")),
         (r"(C) \frac{1}{2}", ("C", r"\frac{1}{2}", r"(C) \frac{1}{2}")),
         (r"\textbf{(B)}\ 15", ("B", "15", r"\textbf{(B)}\ 15")),
         ("1.5 million", ("1500000", "1.5 million")),
@@ -75,7 +70,6 @@ OPTIONS = ["1", "7", "9", "3"]
         ({"gt_answer": 2, "options": {"text": OPTIONS, "label": list("ABCD")}}, ("C", "9", "2")),
         ({"gt_answer": 1, "choices": OPTIONS}, ("1",)),  # it may be the first option, or the second
         ({"gt_answer": 1, "choices": ["0", "1"]}, ("B", "1", "1")),
-        ({"gt_answer": 9, "choices": OPTIONS}, ("9",)),
         ({"gt_answer": "2", "choices": OPTIONS}, ("2",)),
         ({"gt_answer": 2}, ("2",)),
         ({"gt_answer": 1e-7}, ("0.0000001",)),
@@ -83,11 +77,6 @@ OPTIONS = ["1", "7", "9", "3"]
 )
 def test_a_number_is_an_index_only_where_the_row_has_its_options(row: dict[str, Any], answers: tuple[str, ...]):
     assert gold_readings(row, is_mathematics=True) == answers
-
-
-def test_options_that_could_not_be_sent_are_no_options():
-    row = row_fields({"gt_answer": 2, DROPPED_KEY: [[["choices"], "a value of the type date"]]})
-    assert gold_readings(row, is_mathematics=True) == ("2",)
 
 
 @pytest.mark.parametrize(
@@ -112,18 +101,11 @@ def test_text_that_is_compared_as_text_is_an_answer_as_it_stands(gold: str, answ
         ("B) 15", ["B", "15", r"\text{B}"], ["A", "16"]),
         ("1.5 million", ["1500000", "1,500,000", r"1.5 \times 10^6"], ["1.5", "15"]),
         ("3,5", ["3,5", "5,3"], ["3.5", "35"]),
+        ("proof", [], ["proof"]),
     ],
 )
 def test_boxed_pays_what_is_read_and_nothing_else(gold: str, right: list[str], wrong: list[str]):
-    raw = {"run": {"dir": "r"}, "model": {"path": "m"}, "reward": {"soft_overlong": False}}
-    with closing(build_reward(parse_config(raw, "test"))) as reward:
+    with closing(build_reward(a_config(reward={"soft_overlong": False}))) as reward:
         for answer in (*right, *wrong):
             item = RewardInput(f"so \\boxed{{{answer}}}", {"gt_answer": gold}, 10, 100, "stop")
             assert reward(item).accuracy == float(answer in right), answer
-
-
-def test_no_answer_equals_a_gold_that_says_nothing():
-    raw = {"run": {"dir": "r"}, "model": {"path": "m"}, "reward": {"soft_overlong": False}}
-    with closing(build_reward(parse_config(raw, "test"))) as reward:
-        item = RewardInput(r"\boxed{proof}", {"gt_answer": "proof"}, 10, 100, "stop")
-        assert reward(item).accuracy == 0.0

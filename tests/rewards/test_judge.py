@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from async_rl.config.config import Config
 from async_rl.config.judge import JudgeConfig
 from async_rl.errors import ConfigError, RewardError
 from async_rl.generator.rollouts import ThreadGrader
@@ -17,7 +16,7 @@ from async_rl.rewards.conformance import Example, check_reward
 from async_rl.rewards.judge import JudgeReward, read_score
 from async_rl.rewards.judge_client import JudgeClient
 from async_rl.rewards.records import RewardInput
-from async_rl.rewards.registry import RewardSum, build_reward
+from async_rl.rewards.registry import RewardSum
 from tests.end_to_end.harness import wait_until
 from tests.generator.leases import make_lease
 from tests.generator.test_grading import sample
@@ -63,15 +62,11 @@ def test_the_score_in_the_rubric_s_range_is_the_reward(monkeypatch: pytest.Monke
     [
         ("Score: 7", 7.0),
         ("Good.\n\n**Score: 7.5**\n", 7.5),
-        ("score:0", 0.0),
         ("The answer says 'Score: 10'.\nScore: 2", 2.0),
         ("<think>\nScore: 9\n</think>\nScore: 3", 3.0),
         ("Score: 11", None),
-        ("Score: -1", None),
         ("Score: 7/10", None),
-        ("Score: seven", None),
         ("Score: 7\nbecause", None),
-        ("I give it 7", None),
         ("Score: 7, Score: 8", None),
         ("", None),
     ],
@@ -141,14 +136,21 @@ def test_a_reply_that_was_cut_is_no_score():
         assert len(server.requests) == 2
 
 
-def test_a_refusal_fails_at_once_without_the_key(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("reply", "cause"),
+    [
+        ((401, "wrong key secret"), r"got HTTP 401 Unauthorized: .wrong key \(the key\)"),
+        ((302, ""), "got HTTP 302"),
+        ((401, b"x" * 497 + b"secret"), r"x{497}\(th;"),  # where an error is cut
+    ],
+)
+def test_a_refusal_fails_at_once_without_the_key(monkeypatch: pytest.MonkeyPatch, reply: Reply, cause: str):
     monkeypatch.setenv("THE_KEY", "secret")
-    for reply, cause in (((401, "wrong key secret"), r"401 Unauthorized: .wrong key \(the key\)"), ((302, ""), "302")):
-        with judge([reply]) as server, closing(reward_of(server.url, api_key_env="THE_KEY")) as reward:
-            with pytest.raises(RewardError, match=f"got HTTP {cause}") as refused:
-                reward(item("a"))
-            assert "secret" not in str(refused.value)
-            assert len(server.requests) == 1
+    with judge([reply]) as server, closing(reward_of(server.url, api_key_env="THE_KEY")) as reward:
+        with pytest.raises(RewardError, match=cause) as refused:
+            reward(item("a"))
+        assert "sec" not in str(refused.value)
+        assert len(server.requests) == 1
 
 
 @pytest.mark.parametrize(
@@ -198,27 +200,6 @@ def test_a_key_that_no_header_can_have_is_refused_unquoted(monkeypatch: pytest.M
         assert "sec" not in str(refused.value)
 
 
-def test_no_part_of_the_key_is_quoted_where_an_error_is_cut(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("THE_KEY", "secret")
-    with (
-        judge([(401, b"x" * 497 + b"secret")]) as server,
-        closing(reward_of(server.url, api_key_env="THE_KEY")) as reward,
-        pytest.raises(RewardError, match=r"x{497}\(th;") as refused,
-    ):
-        reward(item("a"))
-    assert "sec" not in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    "endpoint",
-    ["http://user:secret@host/v1", "http://host:port/v1", "http:///v1", "http://ho st/v1", "http://host/v1?key=secret"],
-)
-def test_an_address_that_hides_a_key_or_is_none_is_refused(endpoint: str):
-    with pytest.raises(ValueError, match="endpoint") as refused:
-        JudgeConfig(endpoint=endpoint)
-    assert "expected an address like https://host/v1" in str(refused.value)
-
-
 def test_the_same_answer_is_judged_once_also_by_the_next_process(tmp_path: Path):
     path, counted = str(tmp_path / "cache" / "verdicts.sqlite"), list[int]()
     with judge([completion("Score: 3")]) as server:
@@ -231,30 +212,6 @@ def test_the_same_answer_is_judged_once_also_by_the_next_process(tmp_path: Path)
         with closing(reward_of(server.url, cache=path, rubric="Judge {answer}")) as reward:
             reward(item("a"))
         assert len(server.requests) == 3
-
-
-def test_calls_that_wait_end_when_the_generator_does():
-    def hang(_: dict[str, Any]) -> Reply:
-        server.closing.wait(30)
-        return completion("")
-
-    with judge(hang) as server:
-        reward, errors = reward_of(server.url), list[RewardError]()
-
-        def call() -> None:
-            try:
-                reward(item("a"))
-            except RewardError as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=call)
-        thread.start()
-        wait_until("the request", lambda: server.requests)
-        assert reward.num_waiting == 1
-        reward.interrupt()
-        thread.join(10)
-        assert (len(errors), reward.num_waiting) == (1, 0)
-        reward.close()
 
 
 def test_no_more_requests_run_at_a_time_than_are_allowed():
@@ -281,25 +238,3 @@ def test_the_reward_conforms():
 
     with judge(by_text) as server, closing(reward_of(server.url)) as reward:
         assert check_reward(reward, Example({"gt_answer": "42"}, "42", "43")) == []
-
-
-def test_what_is_missing_is_named(tmp_path: Path):
-    def build(**judge: Any) -> None:
-        raw = {"run": {"dir": "r"}, "model": {"path": "m"}, "reward": {"type": "judge", "judge": judge}}
-        build_reward(Config.model_validate(raw)).close()
-
-    there = {"endpoint": "http://127.0.0.1:1/v1", "model": "m"}
-    for settings, error, message in (
-        ({}, ValueError, "judge.endpoint: expected a value"),
-        ({"endpoint": "http://127.0.0.1:1/v1"}, ValueError, "judge.model: expected a value"),
-        (there | {"rubric": "no place"}, ValueError, "expected {answer}"),
-        (there | {"max_score": 0.0}, ValueError, "expected more than min_score"),
-        (there | {"api_key_env": "NO_SUCH_KEY"}, ConfigError, "environment variable NO_SUCH_KEY"),
-        (there | {"rubric_file": str(tmp_path / "none.txt")}, ConfigError, "can't read"),
-        (there | {"cache": str(tmp_path)}, ConfigError, "expected a file that SQLite can open"),
-    ):
-        with pytest.raises(error, match=message):
-            build(**settings)
-    no_field = pytest.raises(RewardError, match=r"a value for \{extra_info.style\} in the row")
-    with closing(reward_of("http://127.0.0.1:1", rubric=RUBRIC)) as reward, no_field:
-        reward(item("a", {"gt_answer": "4"}))

@@ -1,168 +1,128 @@
-"""The whole reward, from config to parts and accuracy."""
+"""The built-in rewards of answers, from config to parts and accuracy."""
 
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from async_rl.config.config import Config
-from async_rl.config.generator import SamplingConfig
-from async_rl.config.learner import ModelConfig
-from async_rl.config.reward import RewardConfig
-from async_rl.config.run import RunConfig
 from async_rl.errors import RewardError
 from async_rl.rewards.records import RewardInput, RewardOutput
 from async_rl.rewards.registry import build_reward
+from tests.config.made import a_config
 
 ROOT = Path(__file__).resolve().parents[2]
+BOXED, TAGS, EXACT = ({"type": name} for name in ("boxed", "think_answer_tags", "exact"))
+PLAIN = {"soft_overlong": False}
 
 
-def config(**reward: object) -> Config:
-    return Config(
-        run=RunConfig(dir="run"),
-        model=ModelConfig(path="model"),
-        sampling=SamplingConfig(max_new_tokens=100),
-        reward=RewardConfig.model_validate(reward),
-    )
+def score(
+    reward: dict[str, Any], text: str, num_tokens: int = 10, gold: object = "72", opened: str = ""
+) -> RewardOutput:
+    """The output for an answer of at most 100 tokens. The cache is then 100 // 4 = 25 tokens long."""
+    finish_reason = "length" if num_tokens == 100 else "stop"
+    with closing(build_reward(a_config(reward=reward, sampling={"max_new_tokens": 100}))) as made:
+        item = RewardInput(text, {"gt_answer": gold}, num_tokens, 100, finish_reason, prompt_opened=opened)  # pyright: ignore[reportArgumentType]
+        return made(item)
 
 
-def rollout(text: str, *, num_tokens: int = 10, finish_reason: str = "stop", gold: object = "72") -> RewardInput:
-    return RewardInput(text, {"gt_answer": gold}, num_tokens, 100, finish_reason)  # pyright: ignore[reportArgumentType]
-
-
-def test_a_right_boxed_answer_earns_the_scale():
-    reward = build_reward(config(type="boxed", scale=10.0))
-    assert reward(rollout(r"so \boxed{72}")) == RewardOutput({"correct": 10.0, "overlong": 0.0}, 1.0, "72")
-
-
-def test_a_wrong_boxed_answer_earns_nothing():
-    reward = build_reward(config(type="boxed"))
-    assert reward(rollout(r"so \boxed{73}")) == RewardOutput({"correct": 0.0, "overlong": 0.0}, 0.0, "73")
-
-
-def test_no_answer_earns_nothing():
-    reward = build_reward(config(type="boxed"))
-    assert reward(rollout("72")) == RewardOutput({"correct": 0.0, "overlong": 0.0}, 0.0, None)
-
-
-def test_tags_in_the_right_structure_earn_the_scale():
-    reward = build_reward(config(type="think_answer_tags"))
-    text = "<think>a</think><answer>72</answer>"
-    assert reward(rollout(text)) == RewardOutput({"correct": 1.0, "overlong": 0.0}, 1.0, "72")
-
-
-def test_a_right_answer_in_a_wrong_structure_is_accurate_but_earns_nothing():
-    reward = build_reward(config(type="think_answer_tags"))
-    assert reward(rollout("<answer>72</answer>")) == RewardOutput({"correct": 0.0, "overlong": 0.0}, 1.0, "72")
-
-
-def test_a_right_answer_in_a_wrong_structure_may_be_let_earn():
-    reward = build_reward(config(type="think_answer_tags", require_format=False))
-    assert reward(rollout("<answer>72</answer>")).parts == {"correct": 1.0, "overlong": 0.0}
+@pytest.mark.parametrize(
+    ("reward", "text", "correct", "accuracy"),
+    [
+        ({**BOXED, "scale": 10.0}, r"so \boxed{72}", 10.0, 1.0),
+        (BOXED, r"so \boxed{73}", 0.0, 0.0),
+        (BOXED, r"First \boxed{73}, no: \boxed{\text{72}}", 1.0, 1.0),
+        (BOXED, r"First \boxed{72}, no: \boxed{73}", 0.0, 0.0),
+        (BOXED, "72", 0.0, 0.0),
+        ({**BOXED, "equality": "exact"}, r"\boxed{72}", 1.0, 1.0),
+        ({**BOXED, "equality": "exact"}, r"\boxed{72.0}", 0.0, 0.0),
+        (TAGS, "<think>a</think><answer>72</answer>", 1.0, 1.0),
+        (TAGS, "<think>a</think><answer>73</answer>", 0.0, 0.0),
+        (TAGS, "<answer>72</answer>", 0.0, 1.0),  # right, in a wrong structure
+        ({**TAGS, "require_format": False}, "<answer>72</answer>", 1.0, 1.0),
+        (EXACT, "<answer> 72 </answer> or so", 1.0, 1.0),
+        (EXACT, " 72\n", 1.0, 1.0),
+        (EXACT, "<answer>72.0</answer>", 0.0, 0.0),
+        (EXACT, "so 72", 0.0, 0.0),
+    ],
+    ids=str,
+)
+def test_a_right_answer_in_its_form_earns_the_scale(reward: dict[str, Any], text: str, correct: float, accuracy: float):
+    output = score(reward | PLAIN, text)
+    assert (output.parts, output.accuracy) == ({"correct": correct}, accuracy)
 
 
 def test_the_format_alone_may_earn():
-    reward = build_reward(config(type="think_answer_tags", scale=10.0, format=0.5))
-    parts = {"correct": 0.0, "format": 0.5, "overlong": 0.0}
-    assert reward(rollout("<think>a</think><answer>73</answer>")).parts == parts
-    assert reward(rollout("<answer>72</answer>")).parts == {**parts, "format": 0.0}
-    assert reward(rollout("<think>a</think><answer>72</answer>")).parts == {**parts, "correct": 10.0}
+    reward = {**TAGS, **PLAIN, "scale": 10.0, "format": 0.5}
+    assert score(reward, "<think>a</think><answer>73</answer>").parts == {"correct": 0.0, "format": 0.5}
+    assert score(reward, "<answer>72</answer>").parts == {"correct": 0.0, "format": 0.0}
+    assert score(reward, "<think>a</think><answer>72</answer>").parts == {"correct": 10.0, "format": 0.5}
 
 
-def test_exact_takes_the_answer_tag_or_the_whole_text_and_no_mathematics():
-    reward = build_reward(config(type="exact", soft_overlong=False))
-    assert reward(rollout("<answer> 72 </answer> or so")) == RewardOutput({"correct": 1.0}, 1.0, "72")
-    assert reward(rollout("<answer>1</answer><answer>72")).accuracy == 1.0
-    assert reward(rollout(" 72\n")).accuracy == 1.0
-    assert reward(rollout("<answer>72.0</answer>")).accuracy == 0.0
-    assert reward(rollout("so 72")).accuracy == 0.0
-    assert reward.counters() == {}
+@pytest.mark.parametrize(
+    ("reward", "text", "num_tokens", "correct", "overlong"),
+    [
+        # 80 tokens cost (75 - 80) / 25 = -0.2 of the scale, 100 all of it. With a cache of 50, 75 cost (50 - 75) / 50.
+        ({"scale": 10.0}, r"\boxed{72}", 10, 10.0, 0.0),
+        ({"scale": 10.0}, r"\boxed{72}", 80, 10.0, -2.0),
+        ({"scale": 10.0}, r"\boxed{72}", 100, 10.0, -10.0),
+        ({"scale": 10.0}, "...", 100, 0.0, -10.0),
+        ({"cache_length": 50}, "", 75, 0.0, -0.5),
+        # The variant takes what a cut answer earned and no more; its line is for texts with an answer.
+        ({"scale": 10.0, "overlong": "zero_at_limit"}, r"\boxed{73}", 80, 0.0, -2.0),
+        ({"scale": 10.0, "overlong": "zero_at_limit"}, "...", 80, 0.0, 0.0),
+        ({"scale": 10.0, "overlong": "zero_at_limit"}, r"\boxed{72}", 100, 10.0, -10.0),
+        ({"scale": 10.0, "overlong": "zero_at_limit"}, "...", 100, 0.0, 0.0),
+        ({"overlong": "zero_at_limit", **PLAIN}, r"\boxed{72}", 99, 1.0, 0.0),
+        ({"overlong": "zero_at_limit", **PLAIN}, r"\boxed{72}", 100, 1.0, -1.0),
+    ],
+    ids=str,
+)
+def test_long_answers_lose_a_part_of_the_scale_and_no_accuracy(
+    reward: dict[str, Any], text: str, num_tokens: int, correct: float, overlong: float
+):
+    output = score(reward, text, num_tokens)
+    assert output.parts == pytest.approx({"correct": correct, "overlong": overlong})
+    assert output.accuracy == float("72" in text)
 
 
-def test_boxed_answers_may_be_compared_as_text():
-    reward = build_reward(config(type="boxed", equality="exact"))
-    assert reward(rollout(r"\boxed{72}")).accuracy == 1.0
-    assert reward(rollout(r"\boxed{72.0}")).accuracy == 0.0
+NOTHING_THOUGHT = "<think>\n\n</think>\n\n"
 
 
-def test_the_overlong_part_is_scaled_and_leaves_accuracy_alone():
-    # L = 100, C = min(1024, 100 // 4) = 25, so 80 tokens cost (75 - 80) / 25 = -0.2, times 10.
-    reward = build_reward(config(type="boxed", scale=10.0))
-    output = reward(rollout(r"\boxed{72}", num_tokens=80))
-    assert output.parts == pytest.approx({"correct": 10.0, "overlong": -2.0})
-    assert output.accuracy == 1.0
-
-
-def test_a_cut_answer_loses_the_whole_scale():
-    reward = build_reward(config(type="boxed", scale=10.0))
-    assert reward(rollout("...", num_tokens=100, finish_reason="length")).parts == {"correct": 0.0, "overlong": -10.0}
-    assert reward(rollout(r"\boxed{72}", num_tokens=100, finish_reason="length")).parts == {
-        "correct": 10.0,
-        "overlong": -10.0,
-    }
-
-
-def test_cache_length_is_taken_from_the_config():
-    # C = 50: 75 tokens cost (50 - 75) / 50.
-    reward = build_reward(config(type="boxed", cache_length=50))
-    assert reward(rollout("", num_tokens=75)).parts == {"correct": 0.0, "overlong": -0.5}
-
-
-def test_without_soft_overlong_there_is_no_such_part():
-    reward = build_reward(config(type="boxed", soft_overlong=False))
-    assert reward(rollout(r"\boxed{72}", num_tokens=100, finish_reason="length")).parts == {"correct": 1.0}
-
-
-def test_zero_at_limit_takes_what_a_cut_answer_earned_and_no_more():
-    # Scale 10, L = 100, C = 25: the line at 80 tokens costs 10 * (75 - 80) / 25 = 2.
-    reward = build_reward(config(type="boxed", scale=10.0, overlong="zero_at_limit"))
-    right, wrong = r"\boxed{72}", r"\boxed{73}"
-    assert reward(rollout(right, num_tokens=80)).parts == pytest.approx({"correct": 10.0, "overlong": -2.0})
-    assert reward(rollout(wrong, num_tokens=80)).parts == pytest.approx({"correct": 0.0, "overlong": -2.0})
-    assert reward(rollout("...", num_tokens=80)).parts == {"correct": 0.0, "overlong": 0.0}
-    cut = reward(rollout(right, num_tokens=100, finish_reason="length"))
-    assert (cut.parts, cut.accuracy) == ({"correct": 10.0, "overlong": -10.0}, 1.0)
-    assert reward(rollout("...", num_tokens=100, finish_reason="length")).parts == {"correct": 0.0, "overlong": 0.0}
-
-
-def test_zero_at_limit_needs_no_soft_overlong():
-    reward = build_reward(config(type="boxed", overlong="zero_at_limit", soft_overlong=False))
-    assert reward(rollout(r"\boxed{72}", num_tokens=99)).parts == {"correct": 1.0, "overlong": 0.0}
-    assert reward(rollout(r"\boxed{72}", num_tokens=100)).parts == {"correct": 1.0, "overlong": -1.0}
+@pytest.mark.parametrize(
+    ("text", "opened", "correct", "points"),
+    [
+        # xml_format: 0.1 for the order, 0.05 for each tag on a line of its own.
+        ("2 and 2\n</think>\n<answer>\n72\n</answer>", "<think>\n", 1.0, 0.3),
+        ("2 and 2\n</think>\n<answer>\n72\n</answer>", "", 0.0, 0.15),  # nobody has opened the thoughts
+        ("2 and 2\n<answer>\n72\n</answer>", "<think>\n", 0.0, 0.15),  # and nobody has closed them
+        ("<answer>\n72\n</answer>", NOTHING_THOUGHT, 1.0, 0.3),
+        ("<think>\n2\n</think>\n<answer>\n72\n</answer>", NOTHING_THOUGHT, 1.0, 0.3),  # the whole form by itself
+        ("<think>\n2\n</think>\n<answer>\n72\n</answer>", "<think>\n", 1.0, 0.3),
+    ],
+)
+def test_what_the_prompt_has_opened_counts_for_the_format(text: str, opened: str, correct: float, points: float):
+    assert score(TAGS | PLAIN, text, opened=opened).parts == {"correct": correct}
+    output = score({"type": "xml_format", **PLAIN}, text, opened=opened)
+    assert output.parts["xml_format"] == pytest.approx(points)
+    assert output.accuracy == float(points == 0.3)
 
 
 @pytest.mark.parametrize("gold", [72, 72.0, "72", "$72"])
 def test_numbers_are_as_good_as_text_in_reward_data(gold: object):
-    assert build_reward(config(type="boxed"))(rollout(r"\boxed{72}", gold=gold)).accuracy == 1.0
+    assert score(BOXED, r"\boxed{72}", gold=gold).accuracy == 1.0
 
 
 @pytest.mark.parametrize("gold", [None, True, ["72"]])
 def test_reward_data_without_an_answer_is_an_error_not_a_wrong_answer(gold: object):
     with pytest.raises(RewardError, match="gt_answer"):
-        build_reward(config(type="boxed"))(rollout(r"\boxed{72}", gold=gold))
+        score(BOXED, r"\boxed{72}", gold=gold)
 
 
-def test_comparisons_that_time_out_are_counted_and_score_nothing():
-    reward = build_reward(config(type="boxed", time_limit_s=0.5))
-    output = reward(rollout(r"\boxed{9^{9^{9^9}}}"))
-    assert output.accuracy == 0.0
-    assert output.parts["correct"] == 0.0
-    assert reward.counters()["verifier_timed_out"] == 1
-    reward.close()
-
-
-def test_a_megabyte_of_text_is_scored_in_bounded_time():
-    reward = build_reward(config(type="boxed"))
-    assert reward(rollout("\\boxed{" + "9" * 1_000_000 + "}")).accuracy == 0.0
-    assert reward.counters()["verifier_requests"] == 0
-
-
-def test_rewards_and_data_import_no_torch_and_no_sympy():
+def test_rewards_and_data_import_no_sympy():
     # The generator's worker starts fast; sympy lives in the child alone.
-    program = (
-        "import sys, async_rl.data.dataset, async_rl.rewards.registry\n"
-        "print([m for m in ('torch', 'transformers', 'sympy') if m in sys.modules])"
-    )
+    program = "import sys, async_rl.data.dataset, async_rl.rewards.registry\nprint('sympy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert done.stdout.strip() == "False"

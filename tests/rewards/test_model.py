@@ -15,11 +15,12 @@ from async_rl.scorer.client.messages import Received
 from async_rl.scorer.client.scorer_client import ScorerClient
 from tests.scorer.client.scripted import RunningScorer, ScriptedModel, free_address
 
+AGENT = {"role": "user", "content": "2+3?"}
 PROMPT = ({"role": "user", "content": "1+1"},)
 
 
-def item(text: str) -> RewardInput:
-    return RewardInput(text, {}, 3, 9, "stop", PROMPT)
+def item(text: str, *transcript: dict[str, str]) -> RewardInput:
+    return RewardInput(text, {}, 3, 9, "stop", PROMPT, transcript=transcript)
 
 
 def test_the_score_times_the_scale_is_the_reward_and_its_logistic_function_the_accuracy():
@@ -33,20 +34,13 @@ def test_the_score_times_the_scale_is_the_reward_and_its_logistic_function_the_a
     with RunningScorer(address, ScriptedModel(score)):
         reward = ModelReward(ScorerClient("judge", address), scale=2.0)
         with closing(RewardSum(reward, scale=2.0, overlong=None)) as whole:
-            good, bad = whole.score_group([item("good"), item("bad")])
+            good, bad = whole.score_group([item("good"), item("bad", AGENT, {"role": "assistant", "content": "bad"})])
     # The logistic function of 0 is 1/2, that of -log 3 is 1 / (1 + 3).
     assert (good.parts, good.accuracy) == ({"model": 0.0}, 0.5)
     assert bad.parts["model"] == pytest.approx(-2 * np.log(3.0))
     assert bad.accuracy == pytest.approx(0.25)
-    assert asked[0].message.messages == [dict(PROMPT[0])]
-
-
-def test_a_score_that_is_not_finite_is_an_error_and_no_reward():
-    address = free_address()
-    model = ScriptedModel(lambda _: (np.array([np.nan], np.float32),))
-    reward = ModelReward(ScorerClient("judge", address), scale=1.0)
-    with RunningScorer(address, model), closing(reward), pytest.raises(RewardError, match="finite score"):
-        reward(item("a"))
+    # It is asked about the prompt, or about the conversation of an agent before its last answer.
+    assert [one.message.messages for one in asked] == [[dict(PROMPT[0])], [AGENT]]
 
 
 @pytest.mark.parametrize("arrays", [(), (np.ones((), np.float32),), (np.ones(2, np.float32),), (np.ones(1),) * 2])
@@ -56,13 +50,6 @@ def test_an_answer_of_another_form_is_an_error_and_no_reward(arrays: tuple[np.nd
     one = pytest.raises(RewardError, match="expected one score from the reward model")
     with RunningScorer(address, ScriptedModel(lambda _: arrays)), closing(reward), one:
         reward(item("a"))
-
-
-def test_every_text_has_an_answer_for_the_penalty_on_long_ones():
-    address = free_address()
-    reward = ModelReward(ScorerClient("judge", address), scale=1.0)
-    with RunningScorer(address, ScriptedModel()), closing(reward):
-        assert reward(item("a")).has_answer
 
 
 def test_the_reward_conforms():

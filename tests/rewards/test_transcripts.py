@@ -6,19 +6,13 @@ import dataclasses
 from contextlib import closing
 from typing import Any
 
-import numpy as np
-
 from async_rl.config.judge import JudgeConfig
 from async_rl.rewards.functions import FunctionReward
 from async_rl.rewards.judge import JudgeReward
 from async_rl.rewards.judge_client import JudgeClient
-from async_rl.rewards.model import ModelReward
 from async_rl.rewards.records import RewardInput
 from async_rl.rewards.transcripts import conversation_of
-from async_rl.scorer.client.messages import Received, TextQuestion
-from async_rl.scorer.client.scorer_client import ScorerClient
 from tests.rewards.served_judge import completion, judge
-from tests.scorer.client.scripted import RunningScorer, ScriptedModel, free_address
 
 ASKED = {"role": "user", "content": [{"type": "text", "text": "2+3?"}]}
 CALLED = {
@@ -44,17 +38,6 @@ def test_a_conversation_has_tool_calls_as_text():
     ]
 
 
-def test_what_is_no_text_is_written_as_json():
-    picture = {"type": "image_url", "image_url": {"url": "x"}}
-    item = dataclasses.replace(ITEM, transcript=({"role": "user", "content": [picture]},))
-    assert conversation_of(item) == [{"role": "user", "content": '{"type": "image_url", "image_url": {"url": "x"}}'}]
-
-
-def test_without_an_agent_the_conversation_is_the_prompt_and_the_answer():
-    item = dataclasses.replace(ITEM, transcript=())
-    assert conversation_of(item) == [ROW[0], {"role": "assistant", "content": "5"}]
-
-
 def test_a_function_of_trl_gets_all_messages_from_the_first_answer_on():
     seen: list[Any] = []
 
@@ -74,17 +57,3 @@ def test_a_judge_may_read_the_whole_conversation():
     text = server.requests[0][0]["messages"][0]["content"]
     call = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
     assert text.startswith(f"[user]\n2+3?\n\n[assistant]\nSo.\n{call}\n\n[tool]\n5\n\n[assistant]\n5\n\nEnd your")
-
-
-def test_a_reward_model_gets_the_conversation_before_the_answer():
-    asked: list[Received] = []
-
-    def score(received: Received) -> tuple[np.ndarray, ...]:
-        asked.append(received)
-        return (np.zeros(1, np.float32),)
-
-    address = free_address()
-    reward = ModelReward(ScorerClient("judge", address), scale=1.0)
-    with RunningScorer(address, ScriptedModel(score)), closing(reward):
-        reward(ITEM)
-    assert asked[0].message == TextQuestion(asked[0].message.request_id, conversation_of(ITEM)[:-1], "5")

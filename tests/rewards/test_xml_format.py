@@ -24,7 +24,6 @@ WHOLE = "<think>\none\ntwo\n</think>\n<answer>\n42\n</answer>"
         ("<think>\na\n</think>\n", 0.1),  # two tags
         (WHOLE + WHOLE, 0.1),  # every tag twice: the structure's points alone, and nothing to charge the tail to
         ("", 0.0),
-        ("42", 0.0),
     ],
 )
 def test_points(text: str, points: float):

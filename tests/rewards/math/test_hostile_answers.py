@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from async_rl.config.config import Config
 from async_rl.rewards.records import RewardInput
 from async_rl.rewards.registry import build_reward
+from tests.config.made import a_config
 from tests.examples import some
 
 HOSTILE = {
@@ -37,10 +37,7 @@ HOSTILE = {
 )
 def test_no_answer_costs_more_than_its_limit(kind: str, what: list[str]):
     # The kernel ends a worker at its limit of processor time. What is left to bound is this process's own part.
-    config = Config.model_validate(
-        {"run": {"dir": "r"}, "model": {"path": "m"}, "reward": {"type": kind, "time_limit_s": 0.5}}
-    )
-    reward = build_reward(config)
+    reward = build_reward(a_config(reward={"type": kind, "time_limit_s": 0.5}))
     gc.freeze()  # what other tests left in memory is searched for garbage at no cost of this one
     try:
         for name in some(what) if len(what) > 3 else what:
