@@ -9,7 +9,3 @@ def right(completions: list[str], gt_answer: list[str], **kwargs: Any) -> list[f
 
 def brief(item: Any) -> float:
     return 1.0 - item.num_tokens / item.max_new_tokens
-
-
-def loss(inputs: Any) -> Any:
-    return inputs

@@ -17,10 +17,8 @@ import tomli_w
 from async_rl.api.inputs import read_inputs
 from async_rl.config.loading import load_config
 from async_rl.errors import ConfigError, DataError
-from tests.api import own_rewards
 from tests.api.own_rewards import brief, right
 
-OWN = Path(own_rewards.__file__)
 TOML = """
 [run]
 dir = "runs/sums"
@@ -106,18 +104,10 @@ def test_the_first_reward_of_a_list_is_the_main_one_and_the_others_have_weight_o
     assert config.generator.allow_code == ("tests.api.own_rewards",)
 
 
-def test_a_loss_may_be_a_function_and_needs_no_permission():
-    config = read_inputs(None, {"run": "r", "model": "m", "loss": {"function": own_rewards.loss}}).config
-    assert config.loss.function == "tests.api.own_rewards:loss"
-    assert config.generator.allow_code == ()
-
-
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
         ({"samplin": {"group_size": 8}}, "samplin: unknown key; did you mean sampling?"),
-        ({"sampling": {"group_sise": 8}}, "sampling.group_sise: unknown key; did you mean sampling.group_size?"),
-        ({"sampling": {"group_size": "8"}}, "sampling.group_size: expected a whole number, got '8'"),
         ({"sampling": 8}, "sampling: expected a table, got 8"),
         ({"generator": 8, "reward": right}, "generator: expected a table, got 8"),
         ({"run": None}, "what async_rl.train got is not a valid config:\n  run.dir: expected a value, got none"),
@@ -169,19 +159,10 @@ def test_rows_become_a_file_that_is_named_by_its_digest(rows: Any, tmp_path: Pat
     assert again.config == inputs.config, "so the same call resumes the run"
 
 
-def test_a_table_of_sources_may_have_rows(tmp_path: Path):
-    data = {"train": {"easy": ROWS, "hard": "hard.jsonl"}, "weights": {"easy": 1, "hard": 2}}
-    inputs = read_inputs(None, {"run": tmp_path, "model": "m", "data": data})
-    train = inputs.config.data.train
-    assert isinstance(train, dict)
-    assert (Path(train["easy"]), train["hard"]) == (inputs.files[0].path, "hard.jsonl")
-
-
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
         ([{"prompt": "a"}, {"prompt": {1, 2}}], "as row 1: JSON has no set"),
-        ([{"prompt": float("nan")}], "as row 0: Out of range float values"),
         (["a prompt"], "got a prompt as row 0"),
         ([{"prompt": "\ud800"}], "as row 0: 'utf-8' codec can't encode"),
     ],

@@ -34,9 +34,7 @@ def run(tmp_path: Path) -> async_rl.Run:
 
 def test_a_directory_without_a_run_is_refused(tmp_path: Path):
     for path in (tmp_path, tmp_path / "nothing"):
-        with pytest.raises(
-            RunError, match=r"expected a run directory, which has a config\.toml, at .*; correct the path"
-        ):
+        with pytest.raises(RunError, match=r"expected a run directory, .* config\.toml, at .*; correct the path"):
             async_rl.Run(path)
 
 
@@ -88,10 +86,8 @@ def test_a_notebook_shows_summary_and_picture_and_text_stays_text(run: async_rl.
     (run.path / "finished.json").write_text("{}")
     (run.path / "export").mkdir()
     assert run.export_path == run.path / "export"
-    assert run.ledger()["groups"]["trained"] == 2
     assert run.status()["ledger"]["groups"]["issued"] == 2
     assert run.summary().splitlines()[:2] == ["finished: 2 steps", "accuracy on a: 0.250 -> 0.750"]
-    assert run.picture() == run.path / "curve.png"
     page = run.report(run.path / "page.html").read_text(encoding="utf-8")
     assert page.lower().startswith("<!doctype html>")
     assert "<b>x" not in page

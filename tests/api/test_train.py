@@ -59,16 +59,6 @@ def test_a_finished_run_is_returned_and_the_same_call_returns_it_again(
     assert "is finished; raise learner.steps to train on" in capsys.readouterr().out
 
 
-def test_a_finished_run_names_its_report_unless_quiet(
-    tmp_path: Path, ends_as: object, capsys: pytest.CaptureFixture[str]
-):
-    line = f"a page about it: run.report(), or `async-rl report {tmp_path / 'run'}`\n"
-    train(tmp_path)
-    assert line not in capsys.readouterr().out
-    async_rl.train("tiny", run=tmp_path / "run")
-    assert line in capsys.readouterr().out
-
-
 def test_a_failed_run_raises_with_the_first_cause(tmp_path: Path, ends_as: Callable[[Outcome], None]):
     log = tmp_path / "learner-0.log"
     log.write_text("ValueError: the first cause\n")
@@ -106,21 +96,6 @@ def test_a_message_names_arguments_and_its_traceback_ends_in_the_call(
     assert functions == ["test_a_message_names_arguments_and_its_traceback_ends_in_the_call", "train"]
     with pytest.raises(ConfigError, match=r"model\.path: expected a value, got none; pass it$"):
         async_rl.train(run=tmp_path / "new")
-    with pytest.raises(ConfigError, match=r"unknown key; did you mean learner\.steps") as unknown:
-        async_rl.train("tiny", run=tmp_path / "new", learner={"stepss": 3})
-    assert len(traceback.extract_tb(unknown.value.__traceback__)) == 2
-
-    def refuse(config: Any, **options: object) -> float:
-        try:
-            return 1 / 0
-        except ZeroDivisionError as error:
-            raise ConfigError("reward.type: the function raises") from error
-
-    monkeypatch.setattr(launch_module, "preflight", refuse)
-    with pytest.raises(ConfigError) as raised:
-        async_rl.train("tiny", run=tmp_path / "new")
-    assert isinstance(raised.value.__cause__, ZeroDivisionError)
-    assert len(traceback.extract_tb(raised.value.__traceback__)) == 2
 
 
 def test_rows_are_in_the_new_directory_when_fresh_moves_the_old_one_aside(
@@ -171,9 +146,3 @@ def test_a_call_outside_the_main_thread_is_refused_before_anything_is_written(tm
     thread.join()
     assert "expected a call in the main thread, which gets Ctrl-C, got one in worker" in str(raised[0])
     assert not (tmp_path / "run").exists()
-
-
-def test_what_the_package_offers_is_all_that_it_offers():
-    assert {"Run", "load_config", "train"} <= set(dir(async_rl))
-    with pytest.raises(AttributeError, match="module 'async_rl' has no attribute 'trian'"):
-        async_rl.trian  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
