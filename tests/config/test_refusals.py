@@ -30,7 +30,7 @@ def scored(**scorer: Any) -> Sections:
     return {**SCORED, "scorer": {"judge": {**SCORER, **scorer}}}
 
 
-REFUSED: list[tuple[Sections, str]] = [
+VALUES: list[tuple[Sections, str]] = [
     # Names of sections and keys.
     ({"samplin": {"group_size": 8}}, "samplin: unknown key; did you mean sampling?"),
     ({"queue": {"max_stalenes": 1}}, "queue.max_stalenes: unknown key; did you mean queue.max_staleness?"),
@@ -52,6 +52,11 @@ REFUSED: list[tuple[Sections, str]] = [
     ({"sampling": {"group_size": "8"}}, "sampling.group_size: expected a whole number, got '8'"),
     ({"sampling": {"group_size": True}}, "sampling.group_size: expected a whole number"),
     ({"loss": {"preset": ["dapo"]}}, "loss.preset: "),
+    ({"data": {"columns": {"promt": "question"}}}, "data.columns.promt: expected 'messages', 'prompt', "),
+    ({"data": {"columns": {"gt_answer": ""}}}, "data.columns.gt_answer: string should have at least 1 character"),
+    ({"data": {"train": 3}}, "data.train: expected a file or data set in quotes, or a table of NAME = SOURCE, got 3"),
+    ({"data": {"train": {}}}, "data.train: expected a file or data set in quotes, or a table of NAME = SOURCE, got {}"),
+    (scored(backend="sglang"), "scorer.judge.backend: expected"),
     # Ranges.
     ({"queue": {"max_staleness": -1}}, "queue.max_staleness: expected at least 0, got -1"),
     ({"optimizer": {"lr": 0}}, "optimizer.lr: expected more than 0, got 0"),
@@ -80,6 +85,9 @@ REFUSED: list[tuple[Sections, str]] = [
         ({"log": {"profile": text}}, "log.profile: expected a step such as 3, or steps such as 3-5, got ")
         for text in ("0", "5-3", "3-", "three")
     ),
+]  # fmt: skip
+"""A name or a value that is wrong by itself."""
+SETTINGS: list[tuple[Sections, str]] = [
     # Names of code, rewards and backends.
     ({"reward": {"type": "best"}}, "reward.type: expected boxed, "),
     ({"reward": {"accuracy": "boxes"}}, "reward.accuracy: expected boxed, "),
@@ -90,11 +98,7 @@ REFUSED: list[tuple[Sections, str]] = [
     ({"loss": {"advantage_function": "x.py"}}, "loss.advantage_function: expected module:function"),
     ({"generator": {"backend": "vlm"}}, "generator.backend: expected one of auto, vllm, "),
     # Data.
-    ({"data": {"columns": {"promt": "question"}}}, "data.columns.promt: expected 'messages', 'prompt', "),
-    ({"data": {"columns": {"gt_answer": ""}}}, "data.columns.gt_answer: string should have at least 1 character"),
     *(({"data": {"eval": {name: "f"}}}, f"got {name!r}; rename it") for name in ("a/b", "a b", "", ".")),
-    ({"data": {"train": 3}}, "data.train: expected a file or data set in quotes, or a table of NAME = SOURCE, got 3"),
-    ({"data": {"train": {}}}, "data.train: expected a file or data set in quotes, or a table of NAME = SOURCE, got {}"),
     ({"data": {"train": {"a b": "f"}}}, "data.train: expected names of letters, digits and _ . + -, got 'a b'"),
     ({"data": {"weights": {"f": 1}}}, "data.weights: expected data.train to be a table of NAME = SOURCE, got ''"),
     ({"data": {"train": TWO, "weights": {"a": 1}}}, "data.weights: expected a number for each source"),
@@ -127,7 +131,6 @@ REFUSED: list[tuple[Sections, str]] = [
     ({**SCORED, "scorer": {"judge": {"model": "rm"}}}, "scorer.judge.address: expected a value, got none"),
     (scored(address="tcp://0.0.0.0:1"), "a host and a port that others connect to"),
     (scored(launch=False, device=1), "device: expected no value with launch = false"),
-    (scored(backend="sglang"), "scorer.judge.backend: expected"),
     (scored(memory_fraction=0.5), "memory_fraction: expected no value with backend transformers"),
     ({"reward": {"type": "judge"}}, "judge.endpoint: expected a value"),
     ({"reward": {**JUDGE, "judge": {"endpoint": "http://x/v1"}}}, "judge.model: expected a value"),
@@ -144,12 +147,18 @@ REFUSED: list[tuple[Sections, str]] = [
     ({"weights": {"port": 5556, "transport": "nccl"}}, "weights.port: expected no value with weights.transport"),
     ({"lora": {"publish": "adapters"}}, 'publish: expected lora.rank to be set for "adapters"'),
 ]  # fmt: skip
+"""What needs a word on how to correct it, behind a semicolon."""
 
 
-@pytest.mark.parametrize(("sections", "said"), REFUSED, ids=[said for _, said in REFUSED])
-def test_a_mistake_is_refused_by_its_key_with_what_was_expected_and_got(sections: Sections, said: str):
+@pytest.mark.parametrize(
+    ("sections", "said"), [*VALUES, *SETTINGS], ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_a_mistake_is_refused_by_its_key_with_what_was_expected_what_was_got_and_a_remedy(
+    sections: Sections, said: str
+):
     (line,) = (line for line in refusal(**sections).splitlines() if said in line)
     assert re.search(r"\S+: (unknown key|.*expected .*got |string should)", line)
+    assert (sections, said) in VALUES or "; " in line
     assert "secret" not in line
 
 

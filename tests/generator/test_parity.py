@@ -80,7 +80,7 @@ def flipped(backend: TransformersBackend, _: Patch) -> None:
 
 def without_temperature(backend: TransformersBackend, patch: Patch) -> None:
     score = backend.score_tokens
-    patch.setattr(backend, "score_tokens", lambda given, _, mode="cached_decode": score(given, 1.0, mode))
+    patch.setattr(backend, "score_tokens", lambda given, _, *mode: score(given, 1.0, *mode))
 
 
 def masked(backend: TransformersBackend, patch: Patch) -> None:

@@ -62,10 +62,14 @@ def test_persistent_buffers_come_in_their_own_dtype_and_others_do_not_come():
         known.check(weights(bias=torch.zeros(3), angles=torch.zeros(3)))
 
 
-def test_vllm_is_not_started_for_a_quantised_model(tmp_path: Path):
+def quantised(method: str) -> LlamaConfig:
     config = LlamaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, intermediate_size=8, vocab_size=8)
-    config.quantization_config = {"quant_method": "fp8"}
-    config.save_pretrained(tmp_path)
+    config.quantization_config = {"quant_method": method}
+    return config
+
+
+def test_vllm_is_not_started_for_a_quantised_model(tmp_path: Path):
+    quantised("fp8").save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="has a quantization_config"):
         describe_model(tmp_path)
 
@@ -91,7 +95,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(more: dict[str, torch.Tenso
 @pytest.mark.parametrize(
     ("config", "told"),
     [
-        (LlamaConfig(quantization_config={"quant_method": "gptq"}), "quantised by gptq"),
+        (quantised("gptq"), "quantised by gptq"),
         (BartConfig(), "runs decoders, got 'bart', which has an encoder too"),
         (RwkvConfig(), r"'rwkv' with rescale_every = 6 divides its weights.* set rescale_every = 0"),
     ],

@@ -71,6 +71,7 @@ def test_the_format_alone_may_earn():
         ({"scale": 10.0}, "...", 100, 0.0, -10.0),
         ({"cache_length": 50}, "", 75, 0.0, -0.5),
         # The variant takes what a cut answer earned and no more; its line is for texts with an answer.
+        ({"scale": 10.0, "overlong": "zero_at_limit"}, r"\boxed{72}", 80, 10.0, -2.0),
         ({"scale": 10.0, "overlong": "zero_at_limit"}, r"\boxed{73}", 80, 0.0, -2.0),
         ({"scale": 10.0, "overlong": "zero_at_limit"}, "...", 80, 0.0, 0.0),
         ({"scale": 10.0, "overlong": "zero_at_limit"}, r"\boxed{72}", 100, 10.0, -10.0),

@@ -1,8 +1,8 @@
-"""DAPO equation 13, and the variant that zeroes the reward, at and beside their boundaries."""
+"""DAPO equation 13 at and beside its boundaries. ``test_math`` has the variant that zeroes the reward."""
 
 import pytest
 
-from async_rl.rewards.registry import dapo_penalty, zero_at_limit_penalty
+from async_rl.rewards.registry import dapo_penalty
 
 
 @pytest.mark.parametrize(
@@ -23,25 +23,4 @@ def test_penalty_is_zero_then_linear_then_minus_one(
     num_tokens: int, limit: int, cache: int, truncated: bool, expected: float
 ):
     got = dapo_penalty(num_tokens, max_new_tokens=limit, cache_length=cache, truncated=truncated)
-    assert got == pytest.approx(expected, abs=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "earned", "expected"),
-    [
-        # L = 100, C = 20. Right answers (1) and wrong ones (0): the same line, then the whole reward goes.
-        (80, 1.0, 0.0),
-        (90, 1.0, -0.5),
-        (90, 0.0, -0.5),
-        (99, 1.0, -0.95),
-        (100, 1.0, -1.0),
-        (100, 0.0, 0.0),
-    ],
-)
-def test_at_the_limit_the_whole_reward_goes_and_before_it_the_line_applies(
-    num_tokens: int, earned: float, expected: float
-):
-    got = zero_at_limit_penalty(
-        num_tokens, max_new_tokens=100, cache_length=20, truncated=False, earned=earned, has_answer=True
-    )
     assert got == pytest.approx(expected, abs=1e-12)

@@ -6,8 +6,7 @@ import time
 import pytest
 from hypothesis import example, given, strategies
 
-from async_rl.rewards.answers import XmlFormatReward, xml_format_points
-from async_rl.rewards.records import RewardInput, RewardOutput
+from async_rl.rewards.answers import xml_format_points
 
 WHOLE = "<think>\none\ntwo\n</think>\n<answer>\n42\n</answer>"
 
@@ -57,11 +56,3 @@ def test_the_structure_is_that_of_its_pattern(pieces: list[str]):
     # With a letter before it, a text earns the same points but those of the structure.
     structure = xml_format_points(text) - xml_format_points(f"x{text}")
     assert structure == pytest.approx(0.1 if PATTERN.match(text) else 0.0)
-
-
-def test_the_reward_is_scaled_and_the_whole_form_is_accurate():
-    reward = XmlFormatReward(scale=10.0)
-    assert reward(RewardInput(WHOLE, {}, 1, 9, "stop")).parts == pytest.approx({"xml_format": 3.0})
-    assert reward(RewardInput(WHOLE, {}, 1, 9, "stop")).accuracy == 1.0
-    assert reward(RewardInput(WHOLE + "\nabc", {}, 1, 9, "stop")).accuracy == 0.0
-    assert reward(RewardInput("", {}, 1, 9, "stop")) == RewardOutput({"xml_format": 0.0}, 0.0)
