@@ -5,13 +5,11 @@ from __future__ import annotations
 import io
 import json
 import math
-import threading
-import time
-from collections.abc import Callable
 
 import pytest
 
 from async_rl.output import Progress, print_json, size_text
+from tests.end_to_end.harness import wait_until
 
 
 class Terminal(io.StringIO):
@@ -19,18 +17,11 @@ class Terminal(io.StringIO):
         return True
 
 
-def poll(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + 60.0
-    while not condition():
-        assert time.monotonic() < deadline, f"waited 60 s for {what}"
-        threading.Event().wait(0.01)
-
-
 def test_a_long_activity_is_a_plain_line_every_few_seconds_without_control_codes():
     stream = io.StringIO()
     with Progress(stream=stream, first_s=0.01, every_s=0.01) as progress:
         progress.show("loading \x1b]0;x\x07", 1200, 3000)
-        poll(lambda: stream.getvalue().count("\n") >= 2, "two lines")
+        wait_until("two lines", lambda: stream.getvalue().count("\n") >= 2)
     lines = stream.getvalue().splitlines()
     assert lines[0] == r"loading \x1b]0;x\x07, 1,200 of 3,000 (0 s so far)"
     assert "\x1b" not in stream.getvalue()

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import threading
 from pathlib import Path
 
 import nbformat
@@ -14,8 +11,6 @@ from nbclient import NotebookClient
 
 import async_rl
 from async_rl.process.child import PACKAGE_ROOT, package_path
-from tests.end_to_end.harness import wait_until
-from tests.end_to_end.tiny import tiny_config, write_tiny_task
 
 NOTEBOOKS = sorted((Path(PACKAGE_ROOT) / "examples" / "notebooks").glob("*.ipynb"))
 MAX_BYTES = 100_000
@@ -67,28 +62,3 @@ def test_the_model_learns_in_the_notebook_that_trains_and_the_other_one_draws_tw
     runs = [async_rl.Run(tmp_path / "runs" / f"bound-{bound}") for bound in (0, 4)]
     staleness = [max(row["staleness/max"] for row in run.metrics()) for run in runs]
     assert staleness[0] == 0 < staleness[1]
-
-
-@pytest.mark.long
-def test_an_interrupt_saves_the_last_step_and_the_next_cell_has_the_run(tmp_path: Path):
-    task = write_tiny_task(tmp_path)
-    config = tiny_config(tmp_path, task, learner={"steps": 400})
-    (tmp_path / "base.json").write_text(json.dumps(config))
-    cells = [
-        "import async_rl, json, os\nopen('pid', 'w').write(str(os.getpid()))",
-        "run = async_rl.train(config=json.load(open('base.json')))",
-        "print(run.is_finished, run.last_step)",
-    ]
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-
-    def interrupt() -> None:
-        wait_until("a checkpoint", (tmp_path / "run" / "checkpoints" / "latest").exists, deadline_s=200)
-        os.killpg(os.getpgid(int((tmp_path / "pid").read_text())), signal.SIGINT)  # as Jupyter's button does
-
-    thread = threading.Thread(target=interrupt, daemon=True)
-    thread.start()
-    client(notebook, tmp_path).execute()
-    thread.join()
-    _, train, after = texts(notebook)
-    assert "the run was stopped by SIGINT; the same command resumes from step-" in train
-    assert after == f"False {async_rl.Run(tmp_path / 'run').last_step}\n"

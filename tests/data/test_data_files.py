@@ -41,13 +41,8 @@ def write_parquet(path: Path) -> None:
 
 def write_arrow(path: Path) -> None:
     table = pa.Table.from_pylist(ROWS)
-    with ipc.new_file(path, table.schema) as writer:
-        writer.write_table(table)
-
-
-def write_arrow_stream(path: Path) -> None:
-    table = pa.Table.from_pylist(ROWS)
-    with ipc.new_stream(path, table.schema) as writer:
+    new = ipc.new_stream if path.stem == "stream" else ipc.new_file
+    with new(path, table.schema) as writer:
         writer.write_table(table)
 
 
@@ -57,7 +52,7 @@ WRITERS = {
     "rows.csv": write_csv,
     "rows.parquet": write_parquet,
     "rows.arrow": write_arrow,
-    "stream.arrow": write_arrow_stream,
+    "stream.arrow": write_arrow,
 }
 
 

@@ -324,6 +324,17 @@ def test_a_cancelled_lease_leaves_nothing_in_the_backend_or_in_its_environments(
     assert {graded.lease.lease_id for graded in play.graded} == {"b"}
 
 
+def test_progress_grows_with_every_turn():
+    with playing(SAMPLES, lambda _, turn: ["go", "go", "stop"][turn]) as play:
+        play.submit(row("", 1))
+        seen: list[int] = []
+        wait_until(
+            "the rollout", lambda: (seen.append(play.rollouts.progress().get("a", 10**6)), play.pump(), play.graded)[2]
+        )
+    assert seen == sorted(seen)
+    assert len(set(seen)) >= 4
+
+
 def test_a_turns_random_numbers_depend_on_seed_index_and_turn_alone():
     seeds: list[dict[str, int]] = []
     for order in (["go", "stop"], ["go", "raise"]):

@@ -17,6 +17,7 @@ from async_rl.generator.hf.backend import TransformersBackend
 from async_rl.generator.hf.rows import SlotRows
 from async_rl.generator.parity import answer_probe
 from async_rl.queue.parity import Probe, ProbeSequence, compare
+from tests.generator.leases import make_lease
 from tests.generator.tiny_model import make_model, weights_of, write_model
 
 GIVEN = (
@@ -59,6 +60,19 @@ def ready(directory: Path) -> tuple[TransformersBackend, PreTrainedModel, Mappin
     backend = make_backend(directory)
     backend.activate(5, weights := weights_of(model))
     return backend, model, weights
+
+
+def test_scoring_leaves_what_runs_as_it_is(directory: Path):
+    def sample(*, with_probe: bool) -> list[int]:
+        backend, _, _ = ready(directory)
+        lease = make_lease(group_size=1, max_new_tokens=12, seed=2)
+        backend.submit(lease, backend.encode_prompt(lease.prompt.messages))
+        while not (done := backend.step()):
+            if with_probe:
+                backend.score_tokens(GIVEN, 1.0)
+        return done[0].token_ids.tolist()
+
+    assert sample(with_probe=True) == sample(with_probe=False)
 
 
 def test_an_engine_at_the_learners_weights_agrees(directory: Path):

@@ -537,42 +537,32 @@ def test_a_probe_is_answered_once_when_its_version_is_active_and_dropped_when_pa
     assert [(lineage, answer.version) for lineage, answer in scene.queue.answered] == [("first", 1)]
 
 
-class SlowGrader:
-    """A reward whose call runs for ``ends_s - began_s`` seconds of the scene's clock, and then scores the answers."""
-
-    trouble, num_waiting = "", 0
+class SlowGrader(InlineGrader):
+    """A reward whose call runs for ``call_s`` seconds of the scene's clock."""
 
     def __init__(self, call_s: float) -> None:
-        self.call_s, self.began_s = call_s, 0.0
-        self.clock: Clock | None = None
-        self.samples: list[tuple[Any, Any]] = []
+        super().__init__(grade)
+        self.call_s, self.began_s, self.num_held = call_s, 0.0, 0
+        self.clock = Clock()
 
     @property
     def num_pending(self) -> int:
-        return len(self.samples)
+        return self.num_held
 
     @property
     def calls_s(self) -> tuple[float, ...]:
-        return () if self.clock is None or not self.samples else (self.clock.now_s - self.began_s,)
+        return (self.clock.now_s - self.began_s,) if self.num_held else ()
 
     def submit(self, lease: Any, sample: Any) -> None:
-        assert self.clock is not None
-        self.began_s = self.began_s if self.samples else self.clock.now_s
-        self.samples.append((lease, sample))
+        self.began_s = self.began_s if self.num_held else self.clock.now_s
+        self.num_held += 1
+        super().submit(lease, sample)
 
     def collect(self) -> list[Graded]:
-        if not self.samples or self.calls_s[0] < self.call_s:
+        if not self.num_held or self.calls_s[0] < self.call_s:
             return []
-        done, self.samples = self.samples, []
-        grader = InlineGrader(grade)
-        for lease, sample in done:
-            grader.submit(lease, sample)
-        return grader.collect()
-
-    def forget(self, lease_id: str) -> None: ...
-
-    def counters(self) -> dict[str, int]:
-        return {}
+        self.num_held = 0
+        return super().collect()
 
 
 def run_slow_reward(call_s: float, **reward: Any) -> Scene:

@@ -27,9 +27,11 @@ def as_reward(function: Callable[..., Any], **settings: Any) -> FunctionReward:
 def test_async_calls_of_many_answers_run_at_once_and_none_waits_for_a_whole_group():
     # Twelve threads score an answer each; each call waits until all twelve have begun.
     begun: list[str] = []
+    loops: set[int] = set()  # one, so that a session can be kept
 
     async def judged(item: RewardInput) -> float:
         begun.append(item.text)
+        loops.add(id(asyncio.get_running_loop()))
         while len(begun) < 12:
             await asyncio.sleep(0.001)
         return float(item.text == "2")
@@ -38,6 +40,7 @@ def test_async_calls_of_many_answers_run_at_once_and_none_waits_for_a_whole_grou
     with closing(reward), ThreadPoolExecutor(12) as threads:
         outputs = list(threads.map(reward, [rollout("2" if i % 2 else "3") for i in range(12)]))
     assert [output.accuracy for output in outputs] == [0.0, 1.0] * 6
+    assert len(loops) == 1
 
 
 def test_no_more_async_calls_run_at_once_than_are_allowed_and_waiting_costs_no_time_of_the_limit():

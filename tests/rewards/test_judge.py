@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ DATA = {"gt_answer": "4", "extra_info": {"style": ["short"]}}
 
 
 def reward_of(url: str, *, scale: float = 1.0, **settings: Any) -> JudgeReward:
-    config = JudgeConfig.model_validate({"endpoint": url, "model": "m", "rubric": "{answer}", **settings})
+    rubric = {} if "rubric_file" in settings else {"rubric": "{answer}"}
+    config = JudgeConfig.model_validate({"endpoint": url, "model": "m", **rubric, **settings})
     return JudgeReward(config, JudgeClient(config, first_pause_s=0.01), scale=scale)
 
 
@@ -238,3 +240,31 @@ def test_the_reward_conforms():
 
     with judge(by_text) as server, closing(reward_of(server.url)) as reward:
         assert check_reward(reward, Example({"gt_answer": "42"}, "42", "43")) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"api_key_env": "NO_SUCH_KEY"}, "environment variable NO_SUCH_KEY"),
+        ({"rubric_file": "/none.txt"}, "can't read"),
+        ({"cache": "/"}, "expected a file that SQLite can open"),
+    ],
+)
+def test_what_a_judge_needs_and_is_not_there_is_named(settings: dict[str, Any], told: str):
+    with pytest.raises(ConfigError, match=told):
+        reward_of("http://127.0.0.1:1/v1", **settings)
+    no_field = pytest.raises(RewardError, match=r"a value for \{extra_info.style\} in the row")
+    with closing(reward_of("http://127.0.0.1:1", rubric=RUBRIC)) as reward, no_field:
+        reward(item("a", {"gt_answer": "4"}))
+
+
+def test_a_call_that_waits_for_its_judge_ends_when_the_generator_does():
+    with judge(lambda _: (500, "down")) as server, closing(reward_of(server.url)) as reward:
+        with ThreadPoolExecutor(1) as threads:
+            call = threads.submit(reward, item("a"))
+            wait_until("the request", lambda: server.requests)
+            assert reward.num_waiting == 1
+            reward.interrupt()
+            with pytest.raises(RewardError):
+                call.result(10)
+        assert reward.num_waiting == 0

@@ -177,6 +177,16 @@ def test_a_failing_function_is_named_before_the_run(code: str):
     assert re.match(r"reward\.accuracy: .*fails can't score an answer to training row 0", found.message)
 
 
+def test_a_function_that_depends_on_chance_or_judges_nothing_is_named_before_the_run(code: str, tmp_path: Path):
+    error, note = _score_rows(config_of(code, {"type": ":once"}), [((), {"gt_answer": "2"})])
+    # Two answers are scored, then again: 1/4 and 2/4, then 3/4 and 4/4.
+    assert (error, "gave one answer to training row 0 the rewards 0.25 and 0.75" in note) == ("", True)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "?", "gt_answer": "4", "task": "coding"}\n')
+    reward, data = {"type": f"{code}:maths"}, {"train": str(tmp_path / "rows.jsonl")}
+    (found,) = made(a_config(reward=reward, data=data, generator={"allow_code": [code]}), "reward")
+    assert (found.state, "maths judges no answer to the first 1 rows" in found.found) == ("WARN", True)
+
+
 @pytest.mark.parametrize("prompt_format", ["chat", "text"])
 def test_a_reward_is_tried_with_prompts_and_completions_in_the_form_of_the_run(prompt_format: str, tmp_path: Path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1?", "target": 2}\n')

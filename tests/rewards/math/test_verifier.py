@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from async_rl.errors import RewardError
 from async_rl.process import helper
 from async_rl.rewards.math import verifier as verifier_module
 from async_rl.rewards.math.verifier import MAX_WORKERS, SLOW_WORKERS, MathVerifier
+from tests.end_to_end.harness import wait_until
 
 HANGS = "9^{9^{9^9}}"
 """Python computes it in one C call that never returns to Python."""
@@ -25,13 +26,6 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def wait_until_ended(pidfd: int, timeout_s: float) -> bool:
     return bool(select.select([pidfd], [], [], timeout_s)[0])
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def parent_of(pid: int) -> int:
@@ -70,7 +64,8 @@ def test_an_honest_answer_does_not_wait_for_hanging_ones(verifier: MathVerifier)
     bombs = [threading.Thread(target=ask, args=("bomb", HANGS, 20.0)) for _ in range(num_bombs)]
     for bomb in bombs:
         bomb.start()
-    wait_for(lambda: verifier.counts["started"] >= num_bombs)  # all have begun; the slow ones are started again
+    # All have begun; the slow ones are started again.
+    wait_until("all bombs", lambda: verifier.counts["started"] >= num_bombs)
     for _ in range(3):
         ask("honest", "x+5", 20.0)
     assert ended == ["honest"] * 3
