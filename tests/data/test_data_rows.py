@@ -56,7 +56,7 @@ MODEL = {"ground_truth": "2", "style": "rule"}
             [ASKED], {"gt_answer": "2", "level": 5},
         ),
         (
-            {"chat": CHAT, "gt_answer": 7, "solution": 2, "prompt": "x"}, {"columns": {**NAMES, "messages": "chat"}},
+            {"chat": CHAT, "solution": 2, "gt_answer": 7, "prompt": "x"}, {"columns": {**NAMES, "messages": "chat"}},
             CHAT, {"gt_answer": "2"},
         ),
         # A column may be a value inside an object, which stays; one with the whole dotted name wins.
@@ -73,8 +73,8 @@ MODEL = {"ground_truth": "2", "style": "rule"}
             CHAT, {"gt_answer": "1", "reward_model": MODEL},
         ),
         (
-            {"prompt": CHAT, "a.b": {"c.d": {"e": 3}}, "a": {"b": 4}}, {"columns": {"gt_answer": "a.b.c.d.e"}},
-            CHAT, {"gt_answer": "3", "a.b": {"c.d": {"e": 3}}, "a": {"b": 4}},
+            {"prompt": CHAT, "a.b": {"c": 3}, "a": {"b": {"c": 4}}}, {"columns": {"gt_answer": "a.b.c"}},
+            CHAT, {"gt_answer": "3", "a.b": {"c": 3}, "a": {"b": {"c": 4}}},
         ),
     ],
 )  # fmt: skip

@@ -284,6 +284,16 @@ def test_tokens_are_drawn_with_their_probabilities(make_backend):
     assert (np.abs(counts - 2048 * expected) <= 5 * deviation + 1).all()
 
 
+def test_progress_counts_sampled_tokens_by_lease(make_backend):
+    backend = make_backend(max_running=3)
+    backend._is_eos_V[:] = False
+    for lease_id, max_new_tokens in (("a", 4), ("b", 6)):
+        submit(backend, lease_id, group_size=2, max_new_tokens=max_new_tokens)
+    for progress in ({"a": 2, "b": 1}, {"a": 4, "b": 2}, {"a": 6, "b": 3}):  # three slots: one sample of b waits
+        backend.step()
+        assert backend.progress() == progress
+
+
 def test_weights_that_give_nan_are_refused_at_the_first_step(make_backend):
     backend, weights = make_backend(), weights_of(make_model(1))
     weights["model.norm.weight"][0] = torch.nan

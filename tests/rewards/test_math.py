@@ -19,10 +19,10 @@ PLAIN = {"soft_overlong": False}
 
 
 def score(
-    reward: dict[str, Any], text: str, num_tokens: int = 10, gold: object = "72", opened: str = ""
+    reward: dict[str, Any], text: str, num_tokens: int = 10, gold: object = "72", opened: str = "", is_cut: bool = False
 ) -> RewardOutput:
     """The output for an answer of at most 100 tokens. The cache is then 100 // 4 = 25 tokens long."""
-    finish_reason = "length" if num_tokens == 100 else "stop"
+    finish_reason = "length" if is_cut else "stop"
     with closing(build_reward(a_config(reward=reward, sampling={"max_new_tokens": 100}))) as made:
         item = RewardInput(text, {"gt_answer": gold}, num_tokens, 100, finish_reason, prompt_opened=opened)  # pyright: ignore[reportArgumentType]
         return made(item)
@@ -62,29 +62,31 @@ def test_the_format_alone_may_earn():
 
 
 @pytest.mark.parametrize(
-    ("reward", "text", "num_tokens", "correct", "overlong"),
+    ("reward", "text", "num_tokens", "is_cut", "correct", "overlong"),
     [
         # 80 tokens cost (75 - 80) / 25 = -0.2 of the scale, 100 all of it. With a cache of 50, 75 cost (50 - 75) / 50.
-        ({"scale": 10.0}, r"\boxed{72}", 10, 10.0, 0.0),
-        ({"scale": 10.0}, r"\boxed{72}", 80, 10.0, -2.0),
-        ({"scale": 10.0}, r"\boxed{72}", 100, 10.0, -10.0),
-        ({"scale": 10.0}, "...", 100, 0.0, -10.0),
-        ({"cache_length": 50}, "", 75, 0.0, -0.5),
+        ({"scale": 10.0}, r"\boxed{72}", 10, False, 10.0, 0.0),
+        ({"scale": 10.0}, r"\boxed{72}", 80, False, 10.0, -2.0),
+        ({"scale": 10.0}, r"\boxed{72}", 100, False, 10.0, -10.0),
+        ({"scale": 10.0}, "...", 100, False, 0.0, -10.0),
+        ({"cache_length": 50}, "", 75, False, 0.0, -0.5),
         # The variant takes what a cut answer earned and no more; its line is for texts with an answer.
-        ({"scale": 10.0, "overlong": "zero_at_limit"}, r"\boxed{72}", 80, 10.0, -2.0),
-        ({"scale": 10.0, "overlong": "zero_at_limit"}, r"\boxed{73}", 80, 0.0, -2.0),
-        ({"scale": 10.0, "overlong": "zero_at_limit"}, "...", 80, 0.0, 0.0),
-        ({"scale": 10.0, "overlong": "zero_at_limit"}, r"\boxed{72}", 100, 10.0, -10.0),
-        ({"scale": 10.0, "overlong": "zero_at_limit"}, "...", 100, 0.0, 0.0),
-        ({"overlong": "zero_at_limit", **PLAIN}, r"\boxed{72}", 99, 1.0, 0.0),
-        ({"overlong": "zero_at_limit", **PLAIN}, r"\boxed{72}", 100, 1.0, -1.0),
+        ({"scale": 10.0, "overlong": "zero_at_limit"}, r"\boxed{72}", 80, False, 10.0, -2.0),
+        ({"scale": 10.0, "overlong": "zero_at_limit"}, r"\boxed{73}", 80, False, 0.0, -2.0),
+        ({"scale": 10.0, "overlong": "zero_at_limit"}, "...", 80, False, 0.0, 0.0),
+        ({"scale": 10.0, "overlong": "zero_at_limit"}, r"\boxed{72}", 100, False, 10.0, -10.0),
+        ({"scale": 10.0, "overlong": "zero_at_limit"}, "...", 100, False, 0.0, 0.0),
+        ({"scale": 10.0, "overlong": "zero_at_limit"}, r"\boxed{72}", 50, True, 10.0, -10.0),
+        ({"scale": 10.0}, r"\boxed{72}", 50, True, 10.0, -10.0),
+        ({"overlong": "zero_at_limit", **PLAIN}, r"\boxed{72}", 99, False, 1.0, 0.0),
+        ({"overlong": "zero_at_limit", **PLAIN}, r"\boxed{72}", 100, False, 1.0, -1.0),
     ],
     ids=str,
 )
 def test_long_answers_lose_a_part_of_the_scale_and_no_accuracy(
-    reward: dict[str, Any], text: str, num_tokens: int, correct: float, overlong: float
+    reward: dict[str, Any], text: str, num_tokens: int, is_cut: bool, correct: float, overlong: float
 ):
-    output = score(reward, text, num_tokens)
+    output = score(reward, text, num_tokens, is_cut=is_cut)
     assert output.parts == pytest.approx({"correct": correct, "overlong": overlong})
     assert output.accuracy == float("72" in text)
 

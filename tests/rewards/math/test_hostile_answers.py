@@ -20,9 +20,7 @@ HOSTILE = {
     "roots without end": "\\sqrt" * 190,
     "a megabyte of digits": "9" * 1_000_000,
     "a megabyte of text": "so \\$" * 200_000,
-    "a megabyte of boxes": "\\boxed{" * 140_000,
     "a long sum": "+".join(["\\sin(x)^2+\\cos(x)^2"] * 45),
-    "an integral": "\\int_0^1 " * 20 + "e^{x^x}" + " dx" * 20,
 }
 
 
