@@ -1,4 +1,4 @@
-"""The notebooks of examples/ run from their first cell to their last, and a notebook's interrupt is a Ctrl-C."""
+"""The notebooks of examples/ run from their first cell to their last."""
 
 from __future__ import annotations
 

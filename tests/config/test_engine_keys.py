@@ -1,4 +1,4 @@
-"""Every key of [generator] and [sampling] is read by all backends, or refused by name with those that ignore it."""
+"""Keys of one engine, and keys beyond what a backend can do, are refused by name with who reads them."""
 
 from __future__ import annotations
 

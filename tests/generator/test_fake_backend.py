@@ -1,4 +1,4 @@
-"""The fake backend: its answers depend on lease seed and rollout index alone."""
+"""The fake backend: lengths, right answers, versions and sampling masks as asked for."""
 
 from __future__ import annotations
 
