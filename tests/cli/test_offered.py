@@ -50,9 +50,3 @@ def test_a_broken_package_is_named_and_ends_nothing_else(
 def test_no_package_replaces_a_command_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     install(tmp_path, "thief", {"thief.py": "1 / 0\n"}, "[async_rl.commands]\nreport = thief:app\n", monkeypatch)
     assert offers("async_rl.commands")["report"].dist is None
-
-
-def test_an_unknown_command_gets_the_nearest_name(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit, match="2"):
-        main(["slurn"])
-    assert "No such command 'slurn'. Did you mean 'slurm'?" in capsys.readouterr().err
