@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from async_rl.launch.checks import node
 from async_rl.launch.checks.finding import Finding
 from async_rl.launch.checks.node import clock_row, run_node_checks
 from async_rl.queue.messages import Announcement
-from tests.end_to_end.harness import Role, queue_address, roles, steps, wait_until, write_config
+from tests.end_to_end.harness import queue_address, roles, steps, wait_until, write_config
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
 
 
@@ -100,11 +99,7 @@ def test_a_machine_of_generators_is_checked_against_the_run_itself(tmp_path: Pat
         refused = check(address, "generator.backend=nosuch.py:Engine")
         assert states(refused)["engine"] == "FAIL", refused
         assert states(refused)["weights"] == "OK", refused
-        _finish(start, address, learner)
+        # The checks left nothing behind that could stop the run.
+        start("generator", "generator", "--connect", address)
+        learner.succeed()
     assert steps(run_dir) == [1, 2]
-
-
-def _finish(start: Callable[..., Role], address: str, learner: Role) -> None:
-    """The checks left nothing behind that could stop the run."""
-    start("generator", "generator", "--connect", address)
-    learner.succeed()

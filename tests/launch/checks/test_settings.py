@@ -1,13 +1,20 @@
 """What would stop a learner after it has loaded its model, or let it wait for ever, is refused before it starts."""
 
+from __future__ import annotations
+
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from async_rl.errors import ConfigError, UserError
-from async_rl.launch.checks.settings import check_division, check_offloading, check_ranks
-from async_rl.launch.checks.table import CHECKS, problems_of_config
+from async_rl.errors import ConfigError, ModelError, UserError
+from async_rl.launch.checks.data import check_lengths
+from async_rl.launch.checks.models import check_critic
+from async_rl.launch.checks.settings import check_division, check_offloading, check_ranks, check_stop_tokens
+from async_rl.launch.checks.table import problems_of_config
+from async_rl.queue.storage.payloads import in_blocks
+from async_rl.records import BYTES_PER_TOKEN
 from tests.learner.tiny import tiny_config, tiny_model
 
 
@@ -16,7 +23,7 @@ from tests.learner.tiny import tiny_config, tiny_model
     [
         (
             {"tensor": 2},
-            "parallel.tensor: expected a divisor of the model's num_attention_heads, 3, got 2: 3 / 2 = 1.5",
+            "parallel.tensor: expected a divisor of the model's num_attention_heads, 3, got 2",
         ),
         ({"tensor": 3}, ""),
         ({"pipeline": 3}, "parallel.pipeline: expected at most 2 stages, one for each decoder layer"),
@@ -63,9 +70,7 @@ def test_a_learner_that_samples_alone_must_begin_the_groups_of_a_step():
         check_ranks(tiny_config(Path(), "m", **{"learner": learner, "generator": {"count": 0}} | sections), 2)
 
     alone(4)
-    with pytest.raises(
-        ConfigError, match=r"learner.generate_groups: expected at least 4 .* because 2 ranks .* got 3; "
-    ):
+    with pytest.raises(ConfigError, match=r"learner.generate_groups: expected at least 4 .* because 2 ranks .* got 3"):
         alone(3)
     alone(3, generator={"count": 1})
     alone(3, queue={"address": "tcp://127.0.0.1:5555"})
@@ -78,5 +83,46 @@ def test_the_config_alone_says_what_no_machine_can_start():
     assert problems_of_config(tiny_config(Path(), "m", parallel={"tensor": 2}, learner={"nproc": 2})) == []
 
 
-def test_every_check_has_a_name_of_its_own():
-    assert len({check.name for check in CHECKS}) == len(CHECKS)
+def test_stop_tokens_outside_the_vocabulary_are_refused(tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2", "vocab_size": 40}')
+    check_stop_tokens(tiny_config(tmp_path, "", sampling={"stop_token_ids": [0, 39]}))
+    with pytest.raises(ConfigError, match=r"sampling\.stop_token_ids: expected ids below 40, .* got \[40, 99\]"):
+        check_stop_tokens(tiny_config(tmp_path, "", sampling={"stop_token_ids": [3, 40, 99]}))
+
+
+def test_a_critic_has_a_model_that_can_be_read(tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    for critic, states in (({}, []), ({"trunk": "policy"}, []), ({"path": str(tmp_path)}, ["OK"])):
+        config = tiny_config(tmp_path, "m", loss={"advantage": "gae"}, critic=critic)
+        assert [found.state for found in check_critic(config)] == states
+    nowhere = tiny_config(tmp_path, "m", loss={"advantage": "gae"}, critic={"path": str(tmp_path / "nowhere")})
+    with pytest.raises(ModelError, match=r"^critic\.path: .* no directory .*nowhere"):
+        list(check_critic(nowhere))
+
+
+def check_rollouts(*, max_tokens: int, sequence: int = 1, max_bytes: int = 1 << 30, groups: int = 1) -> None:
+    """Rollouts have up to 16 + 48 = 64 tokens."""
+    config = tiny_config(
+        Path(), "m", sampling={"max_prompt_tokens": 16, "max_new_tokens": 48, "group_size": 8},
+        generator={"backend": "fake"}, learner={"max_tokens": max_tokens, "groups_per_step": groups},
+        queue={"max_bytes": max_bytes}, parallel={"sequence": sequence},
+    )  # fmt: skip
+    list(check_lengths(config, []))
+
+
+@pytest.mark.parametrize(("max_tokens", "sequence"), [(64, 1), (32, 2), (22, 3)])
+def test_a_rollout_fits_the_ranks_of_a_micro_batch_or_is_refused_with_the_arithmetic(max_tokens: int, sequence: int):
+    check_rollouts(max_tokens=max_tokens, sequence=sequence)
+    # 64 / 3 is 21 and a rest.
+    expected = re.escape("expected at least 64 (sampling.max_prompt_tokens + max_new_tokens = 16 + 48), got ")
+    got = sequence * (max_tokens - 1)
+    with pytest.raises(ConfigError, match=f"{expected}{got}; raise learner.max_tokens to {max_tokens}"):
+        check_rollouts(max_tokens=max_tokens - 1, sequence=sequence)
+
+
+def test_a_step_that_does_not_fit_the_queue_is_refused_before_anything_starts():
+    # 256 groups of 8 rollouts, each in whole blocks of a disk.
+    needed = 256 * in_blocks(8 * (64 * BYTES_PER_TOKEN + 1024) + 4096)
+    check_rollouts(max_tokens=64, max_bytes=needed, groups=256)
+    with pytest.raises(ConfigError, match=rf"queue\.max_bytes: expected at least {needed}, which one step of 256"):
+        check_rollouts(max_tokens=64, max_bytes=needed - 1, groups=256)
