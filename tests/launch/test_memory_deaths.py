@@ -35,11 +35,8 @@ def deaths(kills: Kills, clock: list[float], monkeypatch: pytest.MonkeyPatch) ->
     return MemoryDeaths(kills, lambda: clock[0])
 
 
-def test_a_kill_that_the_kernel_did_not_count_has_another_cause(deaths: MemoryDeaths):
-    assert deaths.cause("learner-0") == ""
-
-
 def test_a_kill_that_its_own_group_has_counted_is_certain(deaths: MemoryDeaths, kills: Kills, clock: list[float]):
+    assert deaths.cause("learner-0") == ""  # a kill that the kernel did not count
     kills.own = kills.anywhere = 1
     assert deaths.note() == ""  # the process may still be ending
     clock[0] = 9.0

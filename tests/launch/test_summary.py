@@ -3,11 +3,10 @@
 import json
 from pathlib import Path
 
-import pytest
-
 from async_rl.launch.summary import filter_note, ledger_line, next_lines, summary
 from async_rl.run.directory import RunDir
-from tests.launch.test_launch import a_config, a_row, append
+from tests.launch.rows import a_row, append
+from tests.launch.test_launch import a_config
 
 
 def test_the_summary_tells_accuracies_before_and_after_and_the_ledger(tmp_path: Path):
@@ -40,12 +39,8 @@ def test_the_summary_says_if_the_best_evaluation_was_before_the_last(tmp_path: P
     assert any("the last is 0.870 at step 100, which may be chance; export" in line for line in summary(run_dir, 3.0))
     append(run_dir.metrics, {"step": 120, "eval/a/accuracy": 0.9, **error})
     assert not any("best on" in line for line in summary(run_dir, 3.0))
-
-
-def test_the_model_that_a_run_began_with_may_be_its_best(tmp_path: Path):
-    run_dir = RunDir(tmp_path)
-    append(run_dir.metrics, {"step": 0, "eval/a/accuracy": 0.3}, {"step": 9, "eval/a/accuracy": 0.0})
-    line = "best on a: 0.300 at step 0, the last is 0.000 at step 9; that is the model at model.path"
+    append(run_dir.metrics, {"step": 0, "eval/b/accuracy": 0.3}, {"step": 9, "eval/b/accuracy": 0.0})
+    line = "best on b: 0.300 at step 0, the last is 0.000 at step 9; that is the model at model.path"
     assert line in summary(run_dir, 3.0)
 
 
@@ -73,34 +68,25 @@ def test_the_end_of_a_run_names_its_files_and_what_to_do_next(tmp_path: Path):
     assert "--set data.epochs=3 " in next_lines(run_dir, data_ended)[2]
 
 
-def test_the_ledger_of_nothing_is_a_line_too():
+def test_a_run_that_filtered_most_groups_says_what_that_means():
+    # 30 of 40 groups that ended in one of the two states are three quarters.
+    (note,) = filter_note({"groups": {"trained": 10, "filtered": 30, "dropped": {}}})
+    assert note.startswith("note: 75% of these groups were filtered")
+    assert filter_note({"groups": {"trained": 10, "filtered": 29, "dropped": {}}}) == []
+    # Two of ten groups were filtered, and the run trained on none: the others were dropped.
+    assert filter_note({"groups": {"trained": 0, "filtered": 2, "dropped": {"poison": 8}}}) == []
     empty = dict.fromkeys(("issued", "in_flight", "queued", "taken", "trained", "filtered"), 0)
     assert ledger_line({"groups": {**empty, "dropped": {}}}) == "groups: issued 0 = 0"
     assert filter_note({"groups": {**empty, "dropped": {}}}) == []
 
 
-def test_groups_that_were_dropped_are_not_taken_for_filtered_ones():
-    # Two of ten groups were filtered, and the run trained on none.
-    groups = {"trained": 0, "filtered": 2, "dropped": {"poison": 8}}
-    assert filter_note({"groups": groups}) == []
-
-
-@pytest.mark.parametrize(("filtered", "noted"), [(29, False), (30, True)])
-def test_a_run_that_filtered_most_groups_says_what_that_means(filtered: int, noted: bool):
-    # 30 of 40 groups that ended in one of the two states are three quarters.
-    note = filter_note({"groups": {"trained": 10, "filtered": filtered, "dropped": {}}})
-    assert bool(note) == noted
-    assert not noted or note[0].startswith("note: 75% of these groups were filtered, because nearly all their answers")
-
-
 def test_a_run_without_evaluations_says_whether_its_answers_have_become_better(tmp_path: Path):
     run_dir = RunDir(tmp_path)
-    append(run_dir.metrics, a_row(1), *(a_row(n, **{"accuracy/received": n / 100}) for n in range(2, 10)))
-    line = (
-        "accuracy of all sampled answers: 0.035 -> 0.075 (first and last 4 steps; set data.eval to measure it on rows "
-        "that are not trained on)"
-    )
-    assert line in summary(run_dir)  # 0.02 to 0.05, and 0.06 to 0.09
+    append(run_dir.metrics, a_row(1), *(a_row(n, **{"accuracy/received": n / 100}) for n in range(2, 9)))
+    assert not any("sampled answers" in line for line in summary(run_dir)), "seven steps are too few"
+    append(run_dir.metrics, a_row(9, **{"accuracy/received": 0.09}))
+    line = "accuracy of all sampled answers: 0.035 -> 0.075 (first and last 4 steps; "  # 0.02 to 0.05, and 0.06 to 0.09
+    assert any(shown.startswith(line) for shown in summary(run_dir))
     append(run_dir.metrics, *(a_row(n, **{"accuracy/received": 0.5}) for n in range(10, 32)))
     # Of ten steps at most, 0.02 to 0.09 and two of 0.5.
     assert any(
@@ -108,8 +94,3 @@ def test_a_run_without_evaluations_says_whether_its_answers_have_become_better(t
     )
     append(run_dir.metrics, {"step": 31, "eval/a/accuracy": 0.5})
     assert not any("sampled answers" in line for line in summary(run_dir))
-
-
-def test_seven_steps_are_too_few_to_say_whether_a_run_has_learned(tmp_path: Path):
-    append(tmp_path / "metrics.jsonl", *(a_row(n, **{"accuracy/received": n / 10}) for n in range(1, 8)))
-    assert not any("sampled answers" in line for line in summary(RunDir(tmp_path)))
