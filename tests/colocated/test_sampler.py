@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from async_rl.colocated.sampler import HeldByRank, HeldWeights, LearnerSampler, _engine_config, engine_environment
+from async_rl.colocated.sampler import LearnerSampler, _engine_config, engine_environment
 from async_rl.errors import AddressError
 from async_rl.learner.sampling import SamplingOrder
 from async_rl.net.keys import SECRET_VARIABLE
@@ -29,9 +29,7 @@ def test_the_engine_is_the_built_in_one_on_the_ranks_device():
     assert (engine.backend, engine.devices, engine.count) == ("transformers", (2,), 1)
     assert engine.num_threads is None, "the learner's own threads are not changed"
     assert _engine_config(make_config("run", generator={"backend": "fake"}), CPU).generator.backend == "fake"
-
-
-def test_vllm_gets_its_device_from_the_environment_and_no_memory_for_a_second_version():
+    # vLLM gets its device from the environment, and no memory for a second version.
     vllm = {"generate": True, "generate_backend": "vllm"}
     config = make_config("run", learner=vllm, generator={"backend": "transformers", "devices": [4]})
     engine = _engine_config(config, torch.device("cuda", 2)).generator
@@ -50,9 +48,8 @@ def test_vllm_gets_its_device_from_the_environment_and_no_memory_for_a_second_ve
 def test_an_engines_processes_see_the_ranks_device_and_are_no_ranks(
     monkeypatch: pytest.MonkeyPatch, visible: str | None, device: torch.device, expected: str | None
 ):
-    if visible is None:
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    else:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     for name in ("RANK", "LOCAL_RANK", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
         monkeypatch.setenv(name, "1")
@@ -66,15 +63,6 @@ def test_an_engines_processes_see_the_ranks_device_and_are_no_ranks(
     assert dict(os.environ) == before
 
 
-def test_weights_are_those_that_the_rank_holds():
-    receiver = HeldByRank()
-    assert receiver.poll() is None
-    held = HeldWeights("line", 3, "digest-3", {"w": torch.ones(2)})
-    receiver.hold(held)
-    receiver.activated(held)
-    assert receiver.poll() is held
-
-
 def test_an_error_that_ends_sampling_is_reported_and_raised_where_the_learner_waits():
     reported: list[str] = []
     one = sampler(reported)
@@ -85,12 +73,6 @@ def test_an_error_that_ends_sampling_is_reported_and_raised_where_the_learner_wa
     assert text.startswith("rank 1, sampling: AddressError: tcp://192.0.2.1:5555 is on another machine")
     with pytest.raises(AddressError, match="not authenticated"):
         one.check()
-    one.close()
-
-
-def test_a_sampler_that_never_began_ends_at_once():
-    one = sampler([])
-    one.pause()
     one.close()
 
 
