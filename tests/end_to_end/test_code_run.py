@@ -1,4 +1,4 @@
-"""``async-rl launch`` on code rows: programs are sampled, run in the sandbox, filtered and trained on."""
+"""``async-rl launch`` on code rows: programs are sampled, run here or by a verifier, filtered and trained on."""
 
 from __future__ import annotations
 
@@ -6,28 +6,38 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.harness import ROOT, check_ledger, metrics, roles, steps, write_config
+from tests.end_to_end.harness import ROOT, check_ledger, metrics, roles, steps, wait_until, write_config
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
+from tests.scorer.client.scripted import free_address
 
 ROWS = ROOT / "tests" / "data" / "mbpp_10.jsonl"
 
 
-@pytest.mark.slow
-def test_code_rows_are_sampled_graded_and_trained_on(tmp_path: Path):
+SANDBOX = pytest.param(False, marks=pytest.mark.slow, id="sandbox")
+VERIFIER = pytest.param(True, marks=pytest.mark.long, id="verifier")
+
+
+@pytest.mark.parametrize("is_remote", [SANDBOX, VERIFIER])
+def test_code_rows_are_sampled_graded_and_trained_on(tmp_path: Path, is_remote: bool):
     # The fake backend writes programs that know the tests' outputs, half of the time.
     fake = {"mean_tokens": 6.0, "vocab_size": 16, "accuracy": 0.5}
+    address = free_address().removeprefix("tcp://")
+    code = {"packages": [], "time_limit_s": 20.0} | ({"endpoint": f"http://{address}"} if is_remote else {})
     raw = tiny_config(
         tmp_path,
         write_tiny_task(tmp_path),
         data={"train": str(ROWS), "eval": {"mbpp": str(ROWS)}},
         sampling={"group_size": 4, "max_prompt_tokens": 512},
-        reward={"type": "code", "code": {"packages": [], "time_limit_s": 20.0}},
+        reward={"type": "code", "code": code},
         queue={"lease_timeout_s": 120.0, "filter_range": [0.01, 0.99]},
         learner={"steps": 2, "max_tokens": 4096},
         generator={"backend": "fake"},
         experimental={"fake": fake},
     )
     with roles(tmp_path / "logs") as start:
+        if is_remote:
+            verifier = start("verifier", "verifier", "--bind", address, "--set", "reward.code.packages=[]")
+            wait_until("the verifier", lambda: address in verifier.log)
         start("launch", "launch", str(write_config(tmp_path / "config.toml", raw))).succeed()
     assert steps(tmp_path / "run") == [1, 2]
     check_ledger(tmp_path / "run")
