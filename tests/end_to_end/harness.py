@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -105,6 +106,21 @@ def roles(log_dir: Path) -> Iterator[Callable[..., Role]]:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(role.process.pid, signal.SIGKILL)
             role.process.wait(10)
+
+
+def start_ranks(start: Callable[..., Role], config: Path, world_size: int) -> list[Role]:
+    """Ranks of a learner, started by hand."""
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
+    return [
+        start(f"learner-{rank}", "learner", str(config), env={**rendezvous, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(world_size)
+    ]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def write_config(path: Path, config: Mapping[str, Any]) -> Path:

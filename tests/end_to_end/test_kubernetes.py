@@ -1,11 +1,10 @@
-"""The files of deploy/kubernetes and deploy/skypilot: what they say fits together, and their commands train."""
+"""The files of deploy/kubernetes: what they say fits together, and their commands train."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -19,8 +18,7 @@ import yaml
 from async_rl.config.loading import load_config
 from async_rl.net.keys import make_keys
 from async_rl.process.child import package_path
-from tests.end_to_end.harness import ROOT, check_ledger, roles, steps, wait_until, write_config
-from tests.end_to_end.test_roles import free_port
+from tests.end_to_end.harness import ROOT, check_ledger, free_port, roles, steps, wait_until, write_config
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
 
 FOLDER = ROOT / "deploy" / "kubernetes"
@@ -84,48 +82,6 @@ def test_every_connection_that_a_role_needs_is_open():
         target = policy["spec"]["podSelector"]["matchLabels"]["app.kubernetes.io/component"]
         allowed[target] = {port["port"] for rule in policy["spec"]["ingress"] for port in rule.get("ports", ())}
     assert allowed == {"queue": {5555, 9400}, "learner": {5556, 5557, 9401}, "generator": {5600, 9402}}
-
-
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
-@pytest.mark.parametrize("variant", ["base", "cpu"])
-def test_kustomize_renders_objects_whose_images_and_names_fit(variant: str):
-    done = subprocess.run(
-        ["kubectl", "kustomize", str(FOLDER / variant)], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    objects = list(yaml.safe_load_all(done.stdout))
-    assert [one["kind"] for one in objects if one["metadata"].get("namespace", "async-rl") != "async-rl"] == []
-    images = set(re.findall(r"image: (.+)", done.stdout))
-    assert images == {"registry.example/async-rl:" + ("cuda" if variant == "base" else "cpu")}
-    (given,) = (one for one in objects if one["kind"] == "ConfigMap")
-    used = re.findall(r"configMap:\n +name: (.+)", done.stdout)
-    assert used == [given["metadata"]["name"]] * 2, "queue and learner"
-    assert tomllib.loads(given["data"]["run.toml"]) == tomllib.loads((FOLDER / variant / "run.toml").read_text())
-    assert ("nvidia.com/gpu" in done.stdout) == (variant == "base")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("variant", ["base", "cpu"])
-@pytest.mark.parametrize("version", ["1.28", "1.37"])
-def test_the_objects_are_valid_by_the_schemas_of_kubernetes(variant: str, version: str):
-    validate = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate, 108 MB")
-    rendered = subprocess.run(["kubectl", "kustomize", str(FOLDER / variant)], capture_output=True, check=True).stdout
-    for one in yaml.safe_load_all(rendered):
-        if one["kind"] != "JobSet":  # no part of Kubernetes itself
-            validate.validate(one, version, strict=True)
-
-
-@pytest.mark.long
-def test_skypilot_loads_its_tasks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    sky = pytest.importorskip("sky", reason="pip install skypilot")
-    (tmp_path / "keys").mkdir()
-    (tmp_path / "keys" / "generators.key").touch()
-    monkeypatch.chdir(tmp_path)
-    learner, generators = (
-        sky.Task.from_yaml(str(ROOT / "deploy" / "skypilot" / f"{name}.yaml")) for name in ("learner", "generators")
-    )
-    assert (learner.num_nodes, generators.num_nodes) == (1, 4)
-    assert all(one.use_spot for one in generators.resources)
 
 
 class Cluster:

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from tests.end_to_end.faults_harness import fault_config, judge, kill_all, trained_rows
-from tests.end_to_end.harness import Role, check_ledger, processes_of, queue_address, roles, wait_until
-from tests.end_to_end.test_roles import start_ranks
+from tests.end_to_end.harness import Role, check_ledger, processes_of, queue_address, roles, start_ranks, wait_until
 
 NUM_ROWS = 24
 NUM_STEPS = NUM_ROWS // 2
@@ -86,24 +85,29 @@ def test_a_launch_that_gets_sigterm_saves_and_the_same_command_resumes(tmp_path:
 
 
 @pytest.mark.slow
-def test_a_signal_at_the_queue_and_one_of_two_ranks_saves_for_both_and_one_rank_resumes(
+def test_two_ranks_save_at_a_signal_to_one_while_generators_die_and_join_and_one_rank_resumes(
     tmp_path: Path, start: Callable[..., Role]
 ):
     config, run_dir = a_config(tmp_path), tmp_path / "run"
     ranks = start_ranks(start, config, world_size=2)
     address = wait_until("the queue server", lambda: queue_address(run_dir))
-    generator = start("generator", "generator", "--connect", address)
-    await_steps(run_dir, *ranks, generator)
+    first, victim = (start(name, "generator", "--connect", address, "--id", name) for name in ("first", "victim"))
+    wait_until("two steps", lambda: len(trained_rows(run_dir)) >= 2)
+    victim.kill()
+    late = start("late", "generator", "--connect", address)
+    await_steps(run_dir, *ranks, first, late)
     # As when roles that run by themselves are preempted: the queue server waits for the learner.
     os.kill(json.loads((run_dir / "queue.json").read_text())["pid"], signal.SIGTERM)
     os.kill(ranks[1].process.pid, signal.SIGTERM)
     assert [rank.wait() for rank in ranks] == [143, 143]
     step = saved_step(run_dir)
+    assert [rank.log.count(f" step {step}/{NUM_ROWS} | reward ") for rank in ranks] == [1, 0]
     assert "SIGTERM at another rank: saving" in ranks[0].log
     assert f"saved at step {step}" in ranks[0].log
     assert not any("Traceback" in rank.log for rank in ranks)
     check_curve(run_dir)
-    # The generator holds groups that nobody asks for any more.
+    # The generators hold groups that nobody asks for any more.
     start("again", "learner", str(config)).succeed()
-    generator.succeed()
+    for generator in (first, late):
+        generator.succeed()
     check_resumed(run_dir, step)
