@@ -40,6 +40,7 @@ from async_rl.learner.losses.advantages import group_normalised
 from async_rl.learner.ranks import init_ranks
 from async_rl.learner.sequences import TrainSequence
 from async_rl.net.keys import make_keys
+from async_rl.process.child import package_path
 from async_rl.queue.core.admission import lease_seed, train_sampling
 from async_rl.queue.core.prompts import PromptStream
 from async_rl.records import Lease, Prompt, Rollout
@@ -199,15 +200,8 @@ def result_of(run_dir: Path) -> Trained:
     assert checkpoint is not None
     files = [run_dir / "rollouts" / f"step-{step:06d}.jsonl" for step in range(1, NUM_STEPS + 1)]
     rollouts = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
-    of_the_log = (
-        "position",
-        "lease_id",
-        "generator",
-        "trained_at",
-        "masked",
-        "temperature",
-        "index",
-    )  # beside what the plain loop notes, too
+    # What the log has beside what the plain loop notes, too.
+    of_the_log = {"position", "lease_id", "generator", "trained_at", "masked", "temperature", "index"}
     plain = [[{key: of[key] for key in of if key not in of_the_log} for of in step] for step in rollouts]
     return Trained(load_tensors(checkpoint), plain)
 
@@ -238,89 +232,36 @@ def test_a_launched_run_equals_the_plain_loop_bit_for_bit_and_so_does_its_replay
 
 
 @pytest.mark.slow
-def test_three_generators_with_evaluations_between_give_the_same_bits(
+def test_three_generators_with_evaluations_between_and_weights_as_differences_give_the_same_bits(
     tmp_path: Path, task: dict[str, str], expected: Trained
 ):
-    raw = deterministic_config(tmp_path, task, generator={"count": 3, "batch_size": 4}, eval={"every": 1})
-    config = write_config(tmp_path / "config.toml", raw)
+    raw = deterministic_config(
+        tmp_path, task, generator={"count": 3, "batch_size": 4}, eval={"every": 1},
+        weights={"transport": "tcp", "deltas": "on"},
+    )  # fmt: skip
     with roles(tmp_path / "logs") as start:
-        start("launch", "launch", str(config)).succeed()
+        start("launch", "launch", str(write_config(tmp_path / "config.toml", raw))).succeed()
     assert_same_bits(result_of(tmp_path / "run"), expected)
+    check_pulled_by_deltas(tmp_path / "run")
     check_ledger(tmp_path / "run")
+
+
+def launch_twice(directory: Path, raw: dict[str, Any]) -> None:
+    """Kill a run once it has a checkpoint, and let the same command finish it."""
+    config = write_config(directory / "config.toml", raw)
+    with roles(directory / "logs") as start:
+        launch = start("launch", "launch", str(config))
+        wait_until("a checkpoint", (directory / "run" / "checkpoints" / "latest").exists, deadline_s=150)
+        launch.kill(signal.SIGKILL)
+        launch.wait()
+        start("again", "launch", str(config)).succeed()
 
 
 @pytest.mark.slow
 def test_a_run_killed_and_resumed_gives_the_same_bits(tmp_path: Path, task: dict[str, str], expected: Trained):
-    config = write_config(tmp_path / "config.toml", deterministic_config(tmp_path, task, generator={"count": 2}))
-    with roles(tmp_path / "logs") as start:
-        launch = start("launch", "launch", str(config))
-        wait_until("a checkpoint", (tmp_path / "run" / "checkpoints" / "latest").exists, deadline_s=150)
-        launch.kill(signal.SIGKILL)
-        launch.wait()
-        start("again", "launch", str(config)).succeed()
+    launch_twice(tmp_path, deterministic_config(tmp_path, task, generator={"count": 2}))
     assert steps(tmp_path / "run") == list(range(1, NUM_STEPS + 1))
     assert_same_bits(result_of(tmp_path / "run"), expected)
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_a_run_with_a_curriculum_killed_and_resumed_gives_the_bits_of_the_plain_loop(
-    tmp_path: Path, task: dict[str, str]
-):
-    # The second epoch of 16 rows begins before the last step, and passes over what the first has solved. With fewer
-    # rows a turn might come twice in one step, and then the order in which groups arrive would matter.
-    few = tmp_path / "few.jsonl"
-    few.write_text("".join(Path(task["train"]).read_text().splitlines(keepends=True)[:16]), encoding="utf-8")
-    chosen = {"solved_at": 0.75, "rest_epochs": 1}
-    raw = deterministic_config(
-        tmp_path, task, generator={"count": 2}, data={"train": str(few), "curriculum": chosen}, checkpoint={"every": 1}
-    )
-    config = write_config(tmp_path / "config.toml", raw)
-    by_loop = plain_loop(parse_config(raw, "the test's config"))
-    run_dir = tmp_path / "run"
-    with roles(tmp_path / "logs") as start:
-        launch = start("launch", "launch", str(config))
-        wait_until("the third step", lambda: 3 in steps(run_dir), deadline_s=150)
-        launch.kill(signal.SIGKILL)
-        launch.wait()
-        start("again", "launch", str(config)).succeed()
-    assert_same_bits(result_of(run_dir), by_loop)
-    check_ledger(run_dir)
-    last = [row for row in metrics(run_dir) if "version" in row][-1]
-    assert last["curriculum/passed_aside"] > 0
-    assert 0 < last["curriculum/aside"] < 1
-
-
-@pytest.mark.long
-def test_a_run_of_two_epochs_killed_and_resumed_gives_the_bits_of_one_that_was_not(
-    tmp_path: Path, task: dict[str, str]
-):
-    # At a bound of 1 the second epoch is exactly at it, so every batch is sampled with the version before its first.
-    changes: dict[str, Any] = {
-        "learner": {"epochs_per_batch": 2},
-        "queue": {"max_staleness": 1},
-        "loss": {"preset": "m2po", "advantage": "off_policy_optimal", "entropy_quantile": 0.3},
-    }
-    results: list[Trained] = []
-    for name in ("whole", "killed"):
-        raw = deterministic_config(tmp_path / name, task, **changes)
-        (tmp_path / name).mkdir()
-        config = write_config(tmp_path / name / "config.toml", raw)
-        with roles(tmp_path / name / "logs") as start:
-            launch = start("launch", "launch", str(config))
-            if name == "killed":
-                latest = tmp_path / name / "run" / "checkpoints" / "latest"
-                wait_until("a checkpoint", latest.exists, deadline_s=150)
-                launch.kill(signal.SIGKILL)
-                launch.wait()
-                launch = start("again", "launch", str(config))
-            launch.succeed()
-        rows = [row for row in metrics(tmp_path / name / "run") if "version" in row]
-        assert [row["version"] for row in rows] == [2 * step for step in range(1, NUM_STEPS + 1)]
-        assert {row["staleness/max"] for row in rows} == {1}
-        check_ledger(tmp_path / name / "run")
-        results.append(result_of(tmp_path / name / "run"))
-    assert_same_bits(results[1], results[0])
 
 
 def check_pulled_by_deltas(run_dir: Path) -> None:
@@ -333,21 +274,12 @@ def check_pulled_by_deltas(run_dir: Path) -> None:
 
 
 @pytest.mark.slow
-def test_weights_by_tcp_as_differences_give_the_same_bits(tmp_path: Path, task: dict[str, str], expected: Trained):
-    raw = deterministic_config(tmp_path, task, weights={"transport": "tcp", "deltas": "on"}, generator={"count": 2})
-    config = write_config(tmp_path / "config.toml", raw)
-    with roles(tmp_path / "logs") as start:
-        start("launch", "launch", str(config)).succeed()
-    assert_same_bits(result_of(tmp_path / "run"), expected)
-    check_pulled_by_deltas(tmp_path / "run")
-    check_ledger(tmp_path / "run")
-
-
-@pytest.mark.slow
-def test_weights_by_tcp_sealed_over_a_network_give_the_same_bits(
+def test_a_generator_elsewhere_that_sees_only_the_network_gives_the_same_bits_by_sealed_weights(
     tmp_path: Path, task: dict[str, str], expected: Trained, network: Network
 ):
     make_keys(tmp_path / "keys", ["far"])
+    key = tmp_path.with_name(f"{tmp_path.name}.key")
+    (tmp_path / "keys" / "far.key").rename(key)
     address = f"tcp://{network.host_address}:0"
     raw = deterministic_config(
         tmp_path, task, weights={"transport": "tcp"}, queue={"address": address, "keys": str(tmp_path / "keys")}
@@ -357,11 +289,17 @@ def test_weights_by_tcp_sealed_over_a_network_give_the_same_bits(
         start("queue", "queue", str(config))
         connect = wait_until("the queue's address", lambda: queue_address(run_dir))
         learner = start("learner", "learner", str(config))
-        command = [sys.executable, "-m", "async_rl", "generator", "--connect", connect, "--id", "far"]
+        # Empty file systems over the directories of the run and of the model; the checkout stays readable.
+        hidden = (tmp_path, Path(task["model"]).parent)
+        hide = " && ".join(f"mount -t tmpfs none {directory}" for directory in hidden)
+        generator = f"{sys.executable} -m async_rl generator --connect {connect} --id far --keys {key}"
+        inside = f"{hide} && test ! -e {task['model']} && exec {generator}"
         with (tmp_path / "far.log").open("wb") as log:
             far = subprocess.Popen(
-                ["ip", "netns", "exec", network.namespace, *command, "--keys", str(tmp_path / "keys" / "far.key")],
-                cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=log, stderr=subprocess.STDOUT,
+                ["ip", "netns", "exec", network.namespace, "unshare", "--mount", "sh", "-c", inside],
+                cwd=ROOT, env={"PATH": os.environ["PATH"], "HOME": str(tmp_path), "OMP_NUM_THREADS": "1",
+                               "PYTHONPATH": package_path({})},
+                stdout=log, stderr=subprocess.STDOUT,
             )  # fmt: skip
         try:
             learner.succeed()

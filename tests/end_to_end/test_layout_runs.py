@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from tests.end_to_end.family_run import learn_sums
 from tests.end_to_end.harness import check_ledger, metrics, roles, steps, write_config
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
 from tests.learner.rank_layouts import LAYOUTS, LORA, layout_weights, model_for
@@ -57,27 +56,21 @@ def test_a_run_samples_trains_evaluates_and_exports(tmp_path: Path, name: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("num_ranks", "parallel"), [(3, {}), pytest.param(4, {"pipeline": 2}, marks=pytest.mark.long)], ids=str
-)
-def test_the_last_batch_of_the_data_may_have_fewer_answers_than_there_are_ranks(
-    tmp_path: Path, num_ranks: int, parallel: dict[str, int]
-):
-    # Three rows, two groups of two answers a step: the second step has two answers.
-    task = write_tiny_task(tmp_path, num_rows=3)
+def test_a_run_whose_answers_reach_the_longest_sequence_of_two_ranks_leaves_nothing_out(tmp_path: Path):
+    # A prompt has 6 tokens, and most answers have the allowed 12: 18 tokens, two ranks of 9. A group shares its prompt.
     raw = tiny_config(
-        tmp_path, task, learner={"steps": 99, "groups_per_step": 2, "nproc": num_ranks}, parallel=parallel,
-        optimizer={"lr": 1e-2},
-    )  # fmt: skip
-    raw["data"]["epochs"] = 1
+        tmp_path,
+        write_tiny_task(tmp_path),
+        sampling={"max_prompt_tokens": 6, "max_new_tokens": 12},
+        learner={"steps": NUM_STEPS, "nproc": 2, "max_tokens": 9},
+        parallel={"sequence": 2},
+    )
     with roles(tmp_path / "logs") as start:
         start("launch", "launch", str(write_config(tmp_path / "config.toml", raw))).succeed()
-    groups = check_ledger(tmp_path / "run")["groups"]
-    assert (groups["issued"], groups["trained"]) == (3, 3)
-    last = [row for row in metrics(tmp_path / "run") if "version" in row][-1]
-    assert (last["step"], last["version"]) == (2, 2)
-    assert last["tokens/trained"] > 0
-    assert (tmp_path / "run" / "export" / "model.safetensors").is_file()
+    rows = [row for row in metrics(tmp_path / "run") if "version" in row]
+    assert {(row["length/max"], row["tokens/masked"]) for row in rows} == {(12, 0)}
+    # 4 groups of 2 answers.
+    assert [row["tokens/trained"] for row in rows] == [8 * row["length/mean"] for row in rows]
 
 
 @pytest.mark.long
@@ -85,21 +78,3 @@ def test_the_last_batch_of_the_data_may_have_fewer_answers_than_there_are_ranks(
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_run_samples_trains_evaluates_and_exports_under_every_layout(tmp_path: Path, name: str, lora: dict[str, Any]):
     check_run(layout_run(tmp_path, name, **lora))
-
-
-@pytest.fixture(scope="module")
-def task_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the warm starts are kept: one for each model."""
-    return tmp_path_factory.mktemp("quickstarts")
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1500)
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_the_quickstart_learns_under_every_layout(task_root: Path, name: str):
-    size, parallel = LAYOUTS[name]
-    family = "qwen3 moe" if "experts" in parallel else "qwen2"
-    shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}
-    learned = learn_sums(task_root / family, family, backend="transformers", parallel=parallel, num_ranks=size, **shape)
-    assert learned.accuracy_after > learned.accuracy_before + 0.1
-    assert learned.parity < 1e-4

@@ -1,4 +1,4 @@
-"""Whole runs in an ordinary world: a tool that is away at times, a broken generator, slow, raising and endless rows."""
+"""A run in an ordinary world: a tool that is away at times, a broken generator, slow, raising and endless rows."""
 
 from __future__ import annotations
 
@@ -9,26 +9,25 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
 from tests.end_to_end.harness import check_ledger, roles, steps, write_config
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
 
-NUM_ROWS, NUM_TRIED = 300, 3
-"""The first three rows are tried before a run starts, so they don't misbehave."""
-RAISING, SLOW = {57, 143, 251}, {31, 199, 288}
-"""One in a hundred each."""
+NUM_ROWS, NUM_STEPS = 120, 30
+"""An epoch: each row is played at least once."""
+RAISING, SLOW = {57, 103}, {31, 88}
 SLOW_S, LEASE_TIMEOUT_S = 3.0, 2.0
+EVERY, OUTAGES_S, LONG_SHARE = 60, (4.0, 1.0), 0.05
+"""The tool is away after so many replies, for so long; that share of its replies is too long for a rollout."""
 
-TOOL = '''
+GAME = '''
 import os, time, urllib.request
 
-URL, BROKEN, CLAIM = {url!r}, {broken}, {claim!r}
 _OWNER = []
 
 
@@ -38,61 +37,43 @@ def is_trial():
 
 def is_broken_machine():
     """The first generator that asks can't reach the tool, for ever."""
-    if is_trial() or not BROKEN:
-        return False
-    owner = os.getppid() if {forked} else os.getpid()
+    owner = str(os.getppid())
     if not _OWNER:
         try:
-            with open(CLAIM, "x") as file:
-                file.write(str(owner))
+            with open({claim!r}, "x") as file:
+                file.write(owner)
         except FileExistsError:
             pass
-        while not (text := open(CLAIM).read()):
+        while not (text := open({claim!r}).read()):
             time.sleep(0.01)
         _OWNER.append(text)
-    return _OWNER[0] == str(owner)
+    return _OWNER[0] == owner
 
-
-def ask(row):
-    if is_broken_machine():
-        raise ConnectionRefusedError("no route from this machine")
-    with urllib.request.urlopen(URL + str(row), timeout=5) as reply:
-        return reply.read().decode()
-
-
-def visit(row):
-    if row in {raising!r} and not is_trial():
-        raise KeyError(f"row {{row}}")
-    if row in {slow!r} and not is_trial():
-        end = time.monotonic() + {slow_s}
-        while time.monotonic() < end:
-            time.sleep({slow_s}) if row % 2 else sum(range(100_000))  # even rows keep the interpreter busy
-    return ask(row)
-'''
-REWARD = """
-
-def score(item):
-    visit(item.reward_data["row"])
-    return float(len(item.text) % 2)
-"""
-GAME = """
 
 async def reset(extra_info):
-    extra_info["turn"] = 0
     return "1+1:"
 
 
 async def step(state, action, extra_info):
-    said = visit(extra_info["idx"])
+    row = extra_info["idx"]
+    if not is_trial():
+        if row in {raising!r}:
+            raise KeyError(f"row {{row}}")
+        if is_broken_machine():
+            raise ConnectionRefusedError("no route from this machine")
+        end = time.monotonic() + ({slow_s} if row in {slow!r} else 0.0)
+        while time.monotonic() < end:
+            time.sleep({slow_s}) if row % 2 else sum(range(100_000))  # even rows keep the interpreter busy
+    with urllib.request.urlopen({url!r}, timeout=5) as reply:
+        said = reply.read().decode()
     return {{"next_state": state + action + said, "reward": float(len(action) % 2), "score": 0.0}}
-"""
+'''
 
 
 class Tool:
-    """A real HTTP server. After every ``every`` replies it is away for the next of ``outages_s``: nothing listens."""
+    """A real HTTP server. After every ``EVERY`` replies it is away for the next of ``OUTAGES_S``: nothing listens."""
 
-    def __init__(self, every: int, outages_s: list[float], long_share: float) -> None:
-        self.every, self.outages_s, self.long_share = every, outages_s, long_share
+    def __init__(self) -> None:
         self.num_outages, self.num_replies, self.is_closing = 0, 0, False
         self._away = threading.Event()
         with socket.socket() as sock:
@@ -108,9 +89,9 @@ class Tool:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 tool.num_replies += 1
-                if tool.num_replies % tool.every == 0:
+                if tool.num_replies % EVERY == 0:
                     tool._away.set()
-                is_long = random.Random(tool.num_replies).random() < tool.long_share
+                is_long = random.Random(tool.num_replies).random() < LONG_SHARE
                 body = b"=7" * (200 if is_long else 1)
                 self.send_response(200)
                 self.send_header("Content-Length", str(len(body)))
@@ -125,7 +106,7 @@ class Tool:
         return server
 
     def _live(self) -> None:
-        for outage_s in self.outages_s:
+        for outage_s in OUTAGES_S:
             self._away.wait()
             if self.is_closing:
                 return
@@ -147,93 +128,52 @@ class Tool:
 
 
 @contextmanager
-def tool(every: int, outages_s: list[float], long_share: float = 0.0) -> Iterator[Tool]:
-    served = Tool(every, outages_s, long_share)
+def tool() -> Iterator[Tool]:
+    served = Tool()
     try:
         yield served
     finally:
         served.close()
 
 
-@dataclass(frozen=True)
-class Run:
-    kind: Literal["reward", "environment"]
-    num_steps: int
-    num_generators: int
-    seed: int
-
-
-def write_run(directory: Path, run: Run, served: Tool) -> Path:
-    task = write_tiny_task(directory)
+def write_run(directory: Path, served: Tool) -> Path:
     source = directory / "world.py"
-    text = TOOL + (REWARD if run.kind == "reward" else GAME)
     source.write_text(
-        text.format(
-            url=f"http://127.0.0.1:{served.port}/", broken=run.num_generators > 1, claim=str(directory / "claim"),
-            logs=str(directory / "run" / "logs"),
-            forked=run.kind == "environment", raising=RAISING, slow=SLOW, slow_s=SLOW_S,
+        GAME.format(
+            url=f"http://127.0.0.1:{served.port}/", claim=str(directory / "claim"),
+            logs=str(directory / "run" / "logs"), raising=RAISING, slow=SLOW, slow_s=SLOW_S,
         )
     )  # fmt: skip
-    rows = [{"messages": [{"role": "user", "content": "1+1:"}], "gt_answer": "2", "row": n} for n in range(NUM_ROWS)]
+    rows = [{"messages": [{"role": "user", "content": "1+1:"}], "gt_answer": "2"}] * NUM_ROWS
     (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    changes: dict[str, dict[str, Any]] = {
-        "data": {"train": str(directory / "rows.jsonl"), "eval": {}, "epochs": 100},
-        "run": {"seed": run.seed},
-        "learner": {"steps": run.num_steps, "groups_per_step": 4},
-        "queue": {"lease_timeout_s": LEASE_TIMEOUT_S, "max_staleness": 4, "on_stale": "wait"},
-        "generator": {
-            "backend": "fake", "batch_size": 8, "allow_code": [str(source)], "count": run.num_generators,
-        },
-        "experimental": {"fake": {"mean_tokens": 4.0, "vocab_size": 20}},
-        "eval": {"every": 0},
-        "checkpoint": {"every": 100},
-    }  # fmt: skip
-    if run.kind == "reward":
-        changes["reward"] = {"type": f"{source}:score", "soft_overlong": False}
-    else:
-        changes["environment"] = {"name": str(source), "max_turns": 3, "max_turn_tokens": 4}
-        changes["sampling"] = {"group_size": 2, "max_new_tokens": 12, "max_prompt_tokens": 48}
-    config = tiny_config(directory, task, **changes)
+    config = tiny_config(
+        directory,
+        write_tiny_task(directory),
+        data={"train": str(directory / "rows.jsonl"), "eval": {}, "epochs": 100},
+        sampling={"group_size": 2, "max_new_tokens": 12, "max_prompt_tokens": 48},
+        environment={"name": str(source), "max_turns": 3, "max_turn_tokens": 4},
+        learner={"steps": NUM_STEPS, "groups_per_step": 4},
+        queue={"lease_timeout_s": LEASE_TIMEOUT_S, "max_staleness": 4, "on_stale": "wait"},
+        generator={"backend": "fake", "batch_size": 8, "allow_code": [str(source)], "count": 2},
+        experimental={"fake": {"mean_tokens": 4.0, "vocab_size": 20}},
+        eval={"every": 0},
+        checkpoint={"every": 100},
+    )
     return write_config(directory / "config.toml", config)
-
-
-def check_run(directory: Path, run: Run, log: str) -> None:
-    run_dir = directory / "run"
-    assert steps(run_dir) == list(range(1, run.num_steps + 1))
-    ledger = check_ledger(run_dir)
-    assert ledger["groups"]["trained"] == 4 * run.num_steps
-    excluded = {entry["row"] for entry in ledger["excluded"]}
-    assert excluded <= RAISING, ledger["excluded"]
-    raised = [place for place in ledger["failures"] if "KeyError" in place["detail"]]
-    if run.num_steps * 4 >= NUM_ROWS:
-        assert set(raised[0]["rows"]) == RAISING
-        assert "KeyError: 'row " in log
 
 
 @pytest.mark.slow
 def test_a_tool_that_is_away_a_broken_generator_and_bad_rows_end_no_run(tmp_path: Path):
-    run = Run("environment", num_steps=30, num_generators=2, seed=0)
-    with tool(60, [4.0, 1.0], long_share=0.05) as served, roles(tmp_path / "logs") as start:
-        launch = start("launch", "launch", str(write_run(tmp_path, run, served)))
+    with tool() as served, roles(tmp_path / "logs") as start:
+        launch = start("launch", "launch", str(write_run(tmp_path, served)))
         launch.succeed()
         assert served.num_outages >= 1
-    check_run(tmp_path, run, launch.log)
+    run_dir = tmp_path / "run"
+    assert steps(run_dir) == list(range(1, NUM_STEPS + 1))
+    ledger = check_ledger(run_dir)
+    assert ledger["groups"]["trained"] == 4 * NUM_STEPS
+    assert {entry["row"] for entry in ledger["excluded"]} <= RAISING, ledger["excluded"]
+    (raised,) = [place for place in ledger["failures"] if "KeyError" in place["detail"]]
+    assert set(raised["rows"]) == RAISING
+    assert "KeyError: 'row " in launch.log
     assert "is quarantined, while others succeed" in launch.log or "the run is paused" in launch.log
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("seed", [0, 1, 2])
-@pytest.mark.parametrize("kind", ["reward", "environment"])
-def test_four_hundred_steps_in_a_world_that_misbehaves(
-    tmp_path: Path, kind: Literal["reward", "environment"], seed: int
-):
-    run = Run(kind, num_steps=400, num_generators=4, seed=seed)
-    draw = random.Random(seed)
-    outages = [draw.choice((1.0, 1.5, 2.0, 3.0, 5.0)) for _ in range(10)]
-    outages[seed] = 60.0 if seed == 0 else 20.0
-    with tool(250, outages, long_share=0.05) as served, roles(tmp_path / "logs") as start:
-        launch = start("launch", "launch", str(write_run(tmp_path, run, served)))
-        launch.succeed(deadline_s=1700.0)
-        assert served.num_outages == 10
-    check_run(tmp_path, run, launch.log)
