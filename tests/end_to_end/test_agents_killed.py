@@ -15,11 +15,10 @@ import pytest
 
 from async_rl.process.fault_points import AGENT_FAULT_POINTS, FAULT_POINTS
 from tests.end_to_end.faults_harness import FaultRun, fault_config, fault_run, judge
-from tests.end_to_end.harness import command_lines, metrics, state_of, wait_until, write_config
-from tests.end_to_end.test_agents import CLIENT, parent_of
+from tests.end_to_end.harness import command_lines, state_of, wait_until, write_config
+from tests.end_to_end.test_agents import CLIENT
 
 POINTS = (*FAULT_POINTS, *AGENT_FAULT_POINTS)
-CHAT_POINTS = ("generator.call_begun", "generator.call_answered", "front.called", "front.answered", "front.delivered")
 VICTIMS = ("agent", "front", "fork_server", "generator", "queue", "learner")
 NUM_ROWS, POISON_ROWS = 160, (3, 7)
 """Of the rows that always fail, there are few and early ones: they are out of attempts long before the data ends."""
@@ -78,16 +77,6 @@ async def play(task):
         return reward
     await persist(task, "/finish", task.finish_key, {"reward": reward})
 '''
-CHATS = '''
-async def play(task):
-    """Three turns of a chat."""
-    said = [{"role": "user", "content": task.prompt}]
-    for number in range(3):
-        answer = await persist(task, "/v1/chat/completions", task.api_key, {"messages": said, "max_tokens": 6})
-        said += [answer["choices"][0]["message"], {"role": "user", "content": f"+{number}:"}]
-        await asyncio.sleep(0.1)
-    return float(len(said[1]["content"]) % 2)
-'''
 
 
 class Processes:
@@ -117,6 +106,13 @@ class Processes:
             found = [pid for pid, line in lines.items() if MODULES[victim] in line and parent_of(pid) in generators]
         related = [pid for pid in found if home in ancestors(pid)]
         return self._chance.choice(related or found) if found else None
+
+
+def parent_of(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
 
 
 def ancestors(pid: int) -> list[int]:
@@ -177,26 +173,6 @@ def test_a_process_killed_at_each_fault_point_in_mid_session_loses_and_repeats_n
         finish(run, POISON_ROWS)
     if victim == "front":  # an agent calls again, so it costs no rollout
         assert {one["detail"][:20] for one in run.ledger()["failures"]} == {"RuntimeError: poison"}
-
-
-@pytest.mark.long
-@pytest.mark.timeout(900)
-def test_chats_that_a_killed_front_forgot_are_trained_as_they_were_sampled(tmp_path: Path):
-    # With the old keys and values, a token of the newest version is sampled as by none.
-    generator = {"backend": "transformers", "kv_after_update": "recompute"}
-    sampling = {"max_new_tokens": 50, "max_prompt_tokens": 60}
-    # A front needs seconds to start, and meanwhile the other generator's rollouts are trained.
-    changes = {"generator": generator, "sampling": sampling, "queue": {"max_staleness": NUM_ROWS}}
-    with killed_run(tmp_path, CHATS, **changes) as (run, processes):
-        for point in CHAT_POINTS:
-            for victim in ("front", "agent"):
-                kill_at(run, processes, point, victim)
-                run.await_step(run.last_step() + 1)
-        finish(run)
-    rows = [row for row in metrics(run.run_dir) if "version" in row]
-    ratios = [row[name] for row in rows for name in row if name.startswith("lag_0/ratio")]
-    assert ratios
-    assert ratios == pytest.approx([1.0] * len(ratios), abs=1e-5)
 
 
 def kill_at(run: FaultRun, processes: Processes, point: str, victim: str) -> None:

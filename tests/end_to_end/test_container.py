@@ -15,7 +15,6 @@ from async_rl.process.child import package_path
 from tests.end_to_end.harness import check_ledger, metrics, processes_of, wait_until, write_config
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
 
-NUM_STEPS = 4
 SCRIPT = """
 set -e
 volume=$1; shift
@@ -74,32 +73,31 @@ def logs(volume: Path) -> str:
     return "\n".join(f"--- {file.name}\n{file.read_text(errors='replace')}" for file in files)
 
 
-def test_a_run_needs_a_volume_and_nothing_else_that_can_be_written(tmp_path: Path):
-    raw = tiny_config(tmp_path, write_tiny_task(tmp_path), learner={"steps": NUM_STEPS})
-    config = write_config(tmp_path / "config.toml", raw)
-    launch = contained(tmp_path, "launch", str(config))
-    try:
-        assert launch.wait(800) == 0, logs(tmp_path)
-    finally:
-        launch.kill()
-    said = logs(tmp_path)
-    assert check_ledger(tmp_path / "run")["groups"]["trained"] == NUM_STEPS * 4
-    assert (tmp_path / "run/curve.png").exists(), said
-    for trouble in ("Read-only file system", "Traceback", "Warning", "Permission denied", "No such file", "MPLCONFIG"):
-        assert trouble not in said, said
-
-
-def test_sigterm_to_pid_one_saves_the_last_step_and_leaves_no_process(tmp_path: Path):
+def test_a_run_needs_a_volume_alone_and_sigterm_to_pid_one_saves_its_last_step(tmp_path: Path):
     raw = tiny_config(tmp_path, write_tiny_task(tmp_path), learner={"steps": 10_000}, checkpoint={"every": 0})
     config = write_config(tmp_path / "config.toml", raw)
+
+    def last_step() -> int:
+        return [0, *(row["step"] for row in metrics(tmp_path / "run") if "version" in row)][-1]
+
     launch = contained(tmp_path, "launch", str(config))
     try:
-        wait_until("two steps", lambda: launch.poll() is not None or len(metrics(tmp_path / "run")) >= 2)
+        wait_until("two steps", lambda: launch.poll() is not None or last_step() >= 2)
         assert launch.poll() is None, logs(tmp_path)
         os.kill(pid_one_of(launch), signal.SIGTERM)
         assert launch.wait(60) == 128 + signal.SIGTERM, logs(tmp_path)
     finally:
         launch.kill()
-    step = int((tmp_path / "run/checkpoints/latest").read_text().strip().removeprefix("step-"))
-    assert step == [row["step"] for row in metrics(tmp_path / "run") if "version" in row][-1]
+    step = last_step()
+    assert (tmp_path / "run/checkpoints/latest").read_text().strip() == f"step-{step:06d}"
     assert processes_of(f"ASYNC_RL_TEST={tmp_path}") == []
+    again = contained(tmp_path, "launch", str(config), "--set", f"learner.steps={step + 2}")
+    try:
+        assert again.wait(600) == 0, logs(tmp_path)
+    finally:
+        again.kill()
+    said = logs(tmp_path)
+    assert check_ledger(tmp_path / "run")["groups"]["trained"] == (step + 2) * 4
+    assert (tmp_path / "run/curve.png").exists(), said
+    for trouble in ("Read-only file system", "Traceback", "Warning", "Permission denied", "No such file", "MPLCONFIG"):
+        assert trouble not in said, said

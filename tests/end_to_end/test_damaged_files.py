@@ -33,7 +33,6 @@ from tests.learner.rank_layouts import layout_model
 from tests.learner.resumed_run import answered, build_run
 
 SEED = 0
-NUM_LONG = 300
 BESIDE = "beside"
 """The folder with what ``eval --out`` writes, in addition to the run's own."""
 
@@ -109,13 +108,15 @@ def command(*words: str) -> Callable[[Path, FsdpEngine], None]:
     return run_it
 
 
-READERS: dict[str, Callable[[Path, FsdpEngine], None]] = {
+COMMANDS: dict[str, Callable[[Path, FsdpEngine], None]] = {
     "compare": command("compare", "RUN"),
     "status": command("status", "RUN", "--timeout", "0.1"),
     "eval --compare": command("eval", "--compare", "RUN"),
     "eval --compare OUT": command("eval", "--compare", f"RUN/{BESIDE}"),
+    "export": command("export", "RUN", "OUT"),
+    "--from": fork,
+    "resume": resume,
 }
-ALL = READERS | {"export": command("export", "RUN", "OUT"), "--from": fork, "resume": resume}
 
 JSONS: tuple[Any, ...] = ("x", None, [], {}, -1, 1e308, float("inf"), float("nan"), 10**40, True, [1], {"a": 1})
 
@@ -167,44 +168,25 @@ def outcome(what: str, run: Path, hurt: Path, reader: Callable[[], None], capsys
     return "refused" if code == 2 else "done"
 
 
-def check_damages(
-    finished: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str], numbers: range,
-    commands: dict[str, Callable[[Path, FsdpEngine], None]], is_read: Callable[[Path], bool] = lambda path: True,
-) -> None:  # fmt: skip
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    "num_damages", [pytest.param(12, marks=pytest.mark.slow), pytest.param(300, marks=pytest.mark.long)]
+)
+def test_every_command_survives_damage(
+    finished: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str], num_damages: int
+):
     ends: Counter[tuple[str, str]] = Counter()
     handlers = logging.getLogger().handlers[:]
-    for number in numbers:
+    for number in range(num_damages):
         random = Random(f"{SEED} {number}")
         run = tmp_path / str(number) / "run"
         shutil.copytree(finished.directory, run)
-        paths = sorted(path for path in run.rglob("*") if path.is_file() and is_read(path.relative_to(run)))
-        hurt = random.choice(paths)
+        hurt = random.choice(sorted(path for path in run.rglob("*") if path.is_file()))
         what = f"number {number}: {spoil(hurt, random)}"
-        for name, reader in commands.items():
+        for name, reader in COMMANDS.items():
             end = outcome(f"{name}, {what}", run, hurt, partial(reader, run, finished.engine), capsys)
             ends[name, end] += 1
         shutil.rmtree(run.parent)
     logging.getLogger().handlers[:] = handlers
     print(dict(ends))
-    assert all(ends[name, "done"] for name in commands), "each command goes on with some damages"
-
-
-def is_shown(path: Path) -> bool:
-    """Whether ``compare``, ``status`` or ``eval --compare`` reads this file of a run."""
-    return len(path.parts) == 1 or path.parts[0] == BESIDE
-
-
-@pytest.mark.slow
-def test_compare_status_and_eval_survive_damage(finished: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    check_damages(finished, tmp_path, capsys, range(8), READERS, is_shown)
-
-
-@pytest.mark.slow
-def test_every_command_survives_damage(finished: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    check_damages(finished, tmp_path, capsys, range(12), ALL)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1800)
-def test_every_command_survives_much_damage(finished: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    check_damages(finished, tmp_path, capsys, range(NUM_LONG), ALL)
+    assert all(ends[name, "done"] for name in COMMANDS), "each command goes on with some damages"

@@ -1,9 +1,7 @@
-"""Runs with a teacher under layouts of the learner's ranks, with adapters, by source, and resumed."""
+"""Runs with a teacher under layouts of the learner's ranks and with adapters."""
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +10,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from async_rl.extensions.quickstart import sums
-from async_rl.process.fault_points import FAULT_POINTS
-from tests.end_to_end.faults_harness import fault_config, fault_run, judge
-from tests.end_to_end.harness import check_ledger, metrics, roles, steps, wait_until, write_config
-from tests.end_to_end.test_scorer_run import process_of
+from tests.end_to_end.harness import check_ledger, metrics, roles, steps, write_config
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
 from tests.scorer.client.scripted import free_address
 
 TOP_K = {"teacher": "teacher", "form": "loss", "top_k": 4, "rewards": False}
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "two ranks": {"learner": {"nproc": 2}},
     "sequence 2": {"learner": {"nproc": 2}, "parallel": {"sequence": 2}},
     "pipeline 2": {"learner": {"nproc": 2}, "parallel": {"pipeline": 2}},
     "adapters": {"lora": {"rank": 8}, "learner": {"groups_per_step": 16}},
@@ -82,53 +76,3 @@ def test_a_student_comes_nearer_to_its_teacher_under_every_layout(tmp_path: Path
     assert 0 < last < 0.8 * first
     assert all(row["ratio/mean"] == pytest.approx(1.0, abs=1e-5) for row in rows)
     assert all(not row["tokens/masked"] for row in rows)
-
-
-@pytest.mark.long
-def test_a_run_with_a_teacher_is_resumed_after_its_death(tmp_path: Path):
-    raw = a_config(tmp_path, checkpoint={"every": 2})
-    raw["learner"]["steps"] = 8
-    path, run_dir = write_config(tmp_path / "config.toml", raw), tmp_path / "run"
-    with roles(tmp_path / "logs") as start:
-        launch = start("launch", "launch", str(path))
-        wait_until("a checkpoint", (run_dir / "checkpoints" / "latest").exists, deadline_s=150)
-        launch.kill(signal.SIGKILL)
-        launch.wait()
-        start("again", "launch", str(path)).succeed()
-    assert steps(run_dir) == list(range(1, 9))
-    assert all(row["distill/kl"] > 0 for row in metrics(run_dir) if "version" in row)
-    check_ledger(run_dir)
-
-
-@pytest.mark.timeout(1800)
-@pytest.mark.long
-def test_each_process_killed_at_each_place_loses_and_repeats_no_prompt(tmp_path: Path):
-    num_rows = 180
-    sums.write_model(tmp_path / "teacher", seed=1)
-    config = fault_config(
-        tmp_path,
-        num_rows=num_rows,
-        generator={"backend": "transformers", "count": 1},
-        scorer={"teacher": {"model": str(tmp_path / "teacher"), "address": free_address()}},
-        distill={**TOP_K, "rewards": True},
-    )
-    with fault_run(tmp_path, config) as run:
-        run.launch()
-        run.kill_at_each(FAULT_POINTS, lambda: os.kill(process_of(run.marker, "scorer"), signal.SIGKILL))
-        run.finish()
-    print(judge(run.run_dir, num_rows=num_rows))
-    assert all("distill/top_k_mass" in row for row in metrics(run.run_dir) if "version" in row)
-
-
-@pytest.mark.long
-def test_each_source_has_its_own_teacher(tmp_path: Path):
-    raw = a_config(tmp_path)
-    sums.write_model(tmp_path / "other", seed=2)
-    raw["data"]["train"] = {"a": raw["data"]["train"], "b": raw["data"]["train"]}
-    raw["scorer"]["other"] = {"model": str(tmp_path / "other"), "address": free_address()}
-    raw["distill"] = {**TOP_K, "teachers": {"b": "other"}}
-    rows = train(tmp_path, raw, 2)
-    assert {key for row in rows for key in row if key.endswith("distill_kl")} == {
-        "source/a/distill_kl",
-        "source/b/distill_kl",
-    }

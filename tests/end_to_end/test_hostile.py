@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from psutil import Process
 
 from async_rl.config.reward import CodeRewardConfig
 from async_rl.errors import SandboxFailedError
@@ -53,15 +54,6 @@ class Port:
     """Hostile peers that count as clients: without keys, whoever speaks the protocol does."""
 
 
-def resident_bytes(pid: int) -> int:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
-
-
-def num_descriptors(pid: int) -> int:
-    return len(os.listdir(f"/proc/{pid}/fd"))
-
-
 def check_port(port: Port, count: int, hold_s: float) -> None:
     """Attack it for ``hold_s`` after all connections have been opened once."""
 
@@ -71,14 +63,14 @@ def check_port(port: Port, count: int, hold_s: float) -> None:
         return time.monotonic() - begun
 
     serve()
-    before = {pid: (resident_bytes(pid), num_descriptors(pid)) for pid in port.processes}
+    before = {process: (process.memory_info().rss, process.num_fds()) for process in map(Process, port.processes)}
     waits, growths, descriptors = [], [], []
 
     def look() -> None:
         waits.append(serve())
-        for pid, (memory, fds) in before.items():
-            growths.append(resident_bytes(pid) - memory)
-            descriptors.append(num_descriptors(pid) - fds)
+        for process, (memory, fds) in before.items():
+            growths.append(process.memory_info().rss - memory)
+            descriptors.append(process.num_fds() - fds)
 
     with Attacker(port.kind, *port.address, count) as attacker:
         opened = threading.Thread(target=attacker.wait_until_open)
@@ -92,7 +84,7 @@ def check_port(port: Port, count: int, hold_s: float) -> None:
         assert attacker.is_alive()
     look()
     calm_at = time.monotonic() + CALM_S
-    while any(num_descriptors(pid) > fds + 16 for pid, (_, fds) in before.items()):
+    while any(process.num_fds() > fds + 16 for process, (_, fds) in before.items()):
         assert time.monotonic() < calm_at, "descriptors stay open"
         look()
     print(

@@ -19,9 +19,7 @@ from async_rl.config.generator import GeneratorConfig
 from async_rl.generator.hf.backend import TransformersBackend
 from async_rl.generator.rollouts import whole_sequence
 from async_rl.learner.data.batch import prepare_batch
-from async_rl.learner.data.packing import pack
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
-from async_rl.learner.model.policy_model import PolicyModel, load_model, to_device
 from async_rl.learner.ranks import init_ranks
 from async_rl.learner.sequences import TrainSequence
 from async_rl.net.codec import decode_group, encode_group
@@ -52,11 +50,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     Qwen2ForCausalLM(config).save_pretrained(root / "model")
     yield root
     torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def policy(root: Path) -> PolicyModel:
-    return PolicyModel(load_model(tiny_config(root, "model").model))
 
 
 @pytest.fixture(scope="module")
@@ -91,42 +84,13 @@ def train_sequences(groups: list[tuple[Lease, Group]]) -> list[TrainSequence]:
     return [replace(s, advantages=s.advantages + (-1) ** s.sequence_id) for s in prepared.mini_batches[0]]
 
 
-@pytest.mark.parametrize("index", range(len(COMBINATIONS)), ids=[f"T{t}-p{p}-k{k}" for t, p, k in COMBINATIONS])
-def test_the_ratio_at_lag_0_is_1(policy: PolicyModel, groups: list[tuple[Lease, Group]], index: int):
-    _, top_p, top_k = COMBINATIONS[index]
-    sequences = train_sequences([groups[index]])
-    assert all((s.sampling_mask is None) == (top_p == 1 and top_k == 0) for s in sequences)
-    [[batch]] = pack(sequences, max_tokens=4096, num_ranks=1)
-    on_device = to_device(batch, torch.device("cpu"))
-    # What would be wrong: no sampling masks, or, where there are none, another temperature.
-    wrong = replace(
-        on_device,
-        sampling_mask=None,
-        temperatures=on_device.temperatures * (1.2 if on_device.sampling_mask is None else 1.0),
-    )
-    with torch.no_grad():
-        scored, scored_wrong = policy(on_device), policy(wrong)
-    behavior = torch.from_numpy(batch.behavior_logprobs)
-    assert ((scored.logprobs - behavior).exp() - 1).abs().max() < 1e-5
-    assert ((scored_wrong.logprobs - behavior).exp() - 1).abs().max() > 1e-2
-    if top_k == 1:
-        assert behavior.abs().max() == 0
-
-
-def test_sets_are_written_both_ways_and_none_is_larger_than_top_k(groups: list[tuple[Lease, Group]]):
-    sizes = {lease.lease_id: [s.sampling_mask for r in group.rollouts for s in r.sequences] for lease, group in groups}
-    both = np.concatenate([k.sizes for of_group in sizes.values() for k in of_group if k is not None])
-    assert (both > 0).any()
-    assert (both < 0).any()
-    for (_, _, top_k), of_group in zip(COMBINATIONS, sizes.values(), strict=True):
-        if 0 < top_k < 7:
-            assert all(0 < size <= top_k for k in of_group if k is not None for size in k.sizes.tolist())
-
-
 def test_a_step_over_all_combinations_finds_no_mismatch_however_it_is_cut(
     root: Path, groups: list[tuple[Lease, Group]]
 ):
     sequences, found = train_sequences(groups), []
+    assert any(s.sampling_mask is None for s in sequences)
+    masks = [s.sampling_mask for s in sequences if s.sampling_mask is not None]
+    assert {size > 0 for mask in masks for size in mask.sizes.tolist()} == {True, False}, "lists of ids, and bits"
     for max_tokens in (8192, 64):
         config = tiny_config(root, "model", learner={"max_tokens": max_tokens})
         engine = FsdpEngine(config, init_ranks(config))

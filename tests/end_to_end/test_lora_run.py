@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -16,15 +15,8 @@ NUM_STEPS = 4
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("publish", "weights"),
-    [
-        ("merged", {"transport": "gloo"}),
-        pytest.param("merged", {"transport": "tcp", "deltas": "on"}, marks=pytest.mark.long),
-        ("adapters", {"transport": "gloo"}),
-    ],
-)
-def test_a_run_with_adapters_trains_and_exports(tmp_path: Path, publish: str, weights: dict[str, str]):
+@pytest.mark.parametrize(("publish", "transport"), [("merged", "tcp"), ("adapters", "gloo")])
+def test_a_run_with_adapters_trains_and_exports(tmp_path: Path, publish: str, transport: str):
     task = write_tiny_task(tmp_path)
     raw = tiny_config(
         tmp_path,
@@ -35,7 +27,7 @@ def test_a_run_with_adapters_trains_and_exports(tmp_path: Path, publish: str, we
         loss={"preset": "grpo", "kl_coef": 0.01, "entropy_coef": 0.1},
         optimizer={"lr": 3e-3},
         generator={"backend": "transformers", "kv_after_update": "recompute"},
-        weights=weights,
+        weights={"transport": transport},
     )
     config, run_dir = write_config(tmp_path / "config.toml", raw), tmp_path / "run"
     with roles(tmp_path / "logs") as start:
@@ -57,8 +49,6 @@ def test_a_run_with_adapters_trains_and_exports(tmp_path: Path, publish: str, we
         name.rpartition(".")[0].rpartition(".")[2] for name in before if not torch.equal(before[name], after[name])
     }
     assert moved == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-    settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    assert (settings["r"], settings["lora_alpha"], settings["base_model_name_or_path"]) == (4, 16.0, task["model"])
     adapters = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     # Each tensor begins at a multiple of 64 bytes.
     sent = sum(-(-t.nbytes // 64) * 64 for t in (before if publish == "merged" else adapters).values())

@@ -133,15 +133,3 @@ def test_a_reward_that_always_fails_stops_the_run_with_its_own_error_and_the_cor
         start("corrected", "launch", str(path)).succeed()
     assert steps(tmp_path / "run") == [1, 2]
     check_ledger(tmp_path / "run")
-
-
-def test_code_that_nobody_allowed_is_refused_before_anything_starts(tmp_path: Path):
-    source = tmp_path / "my_rewards.py"
-    source.write_text(SOURCE)
-    config = tiny_config(tmp_path, write_tiny_task(tmp_path), reward={"type": f"{source}:right"})
-    path = write_config(tmp_path / "config.toml", config)
-    with roles(tmp_path / "logs") as start:
-        launch = start("launch", "launch", str(path))
-        assert launch.wait() == 2
-    assert "this machine does not allow it; if you trust it, set" in (tmp_path / "logs" / "launch.log").read_text()
-    assert not (tmp_path / "run").exists()

@@ -1,4 +1,4 @@
-"""Whole runs that a user's script starts: its own function is the reward, Ctrl-C saves, a failure is an exception."""
+"""Whole runs that a user's script starts: its own function is the reward, Ctrl-C saves. Failures: ``tests/api``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -20,32 +19,21 @@ from tests.end_to_end.tiny import tiny_config, write_tiny_task
 pytestmark = pytest.mark.slow
 
 SCRIPT = """
-import json, sys
+import json
 import async_rl
-from async_rl.errors import RunFailedError
-from async_rl.rewards.conformance import WRONG_ANSWER
 
 def lucky(completions, gt_answer, **kwargs):
     assert all(isinstance(answer, str) for answer in gt_answer)
     return [len(completion[0]["content"]) / 100 for completion in completions]
 
-def breaks(item):
-    if item.text not in (WRONG_ANSWER, item.reward_data["gt_answer"]):  # not those of the trial before the start
-        raise ZeroDivisionError("the first cause")
-    return 1.0
-
 if __name__ == "__main__":
     rows = [json.loads(line) for line in open("train.jsonl")]
-    function = {"lucky": lucky, "breaks": breaks}[sys.argv[1]]
-    try:
-        run = async_rl.train(config=json.load(open("base.json")), data=rows, reward={"type": function})
-        print("returned:", run.is_finished, run.last_step)
-    except RunFailedError as error:
-        print("raised:", error)
+    run = async_rl.train(config=json.load(open("base.json")), data=rows, reward={"type": lucky})
+    print("returned:", run.is_finished, run.last_step)
 """
 
 
-def write_script(folder: Path, script: str = SCRIPT, **changes: Any) -> list[str]:
+def write_script(folder: Path, **changes: Any) -> list[str]:
     """The script, its rows and its config in ``folder``; return the command that runs it."""
     task = write_tiny_task(folder, num_rows=8)
     fake = {"mean_tokens": 4.0, "vocab_size": 20, "accuracy": 0.5}
@@ -55,7 +43,7 @@ def write_script(folder: Path, script: str = SCRIPT, **changes: Any) -> list[str
     )  # fmt: skip
     del config["data"]["train"]
     (folder / "base.json").write_text(json.dumps(config))
-    (folder / "train.py").write_text(textwrap.dedent(script))
+    (folder / "train.py").write_text(SCRIPT)
     return [sys.executable, "train.py"]
 
 
@@ -66,27 +54,8 @@ def start(folder: Path, command: list[str], marker: str = "") -> subprocess.Pope
     )
 
 
-def test_a_script_trains_with_its_own_function_and_reads_the_run(tmp_path: Path):
-    process = start(tmp_path, [*write_script(tmp_path, learner={"steps": 3}), "lucky"], str(tmp_path))
-    output, _ = process.communicate(timeout=240)
-    assert "returned: True 3" in output
-    assert processes_of(f"ASYNC_RL_TEST={tmp_path}") == []
-    run = async_rl.Run(tmp_path / "run")
-    assert (run.config.reward.type, run.config.generator.allow_code) == ("train.py:lucky", ("train.py",))
-    assert run.config.data.train == f"{tmp_path}/run/data/{next((tmp_path / 'run' / 'data').iterdir()).name}"
-    check_ledger(run.path)
-    assert list(run.metrics_frame().index) == [1, 2, 3] == steps(run.path)
-    assert list(run.evaluations_frame().index) == [("held_out", 0), ("held_out", 3)]
-    rollouts = run.rollouts_frame()
-    assert min(rollouts["reward"].to_list()) > 0
-    assert [set(parts) for parts in rollouts["reward_parts"]] == [{"lucky"}] * len(rollouts)
-    assert len(list(run.answers("held_out", 3))) == 8
-    assert run.export_path is not None
-    assert run.status()["finished"]
-
-
-def test_ctrl_c_saves_the_last_step_and_the_same_script_goes_on(tmp_path: Path):
-    command = [*write_script(tmp_path, learner={"steps": 30}), "lucky"]
+def test_ctrl_c_saves_the_last_step_and_the_same_script_goes_on_and_its_run_is_read(tmp_path: Path):
+    command = write_script(tmp_path, learner={"steps": 30})
     process = start(tmp_path, command, str(tmp_path))
     wait_until("a checkpoint", (tmp_path / "run" / "checkpoints" / "latest").exists, deadline_s=150)
     process.send_signal(signal.SIGINT)  # to the script alone, as a notebook's interrupt
@@ -101,20 +70,15 @@ def test_ctrl_c_saves_the_last_step_and_the_same_script_goes_on(tmp_path: Path):
     assert f"goes on from checkpoint step-{saved:06d}" in output
     assert "returned: True 30" in output
 
-
-def test_a_run_that_fails_raises_the_first_cause(tmp_path: Path):
-    output, _ = start(tmp_path, [*write_script(tmp_path), "breaks"]).communicate(timeout=240)
-    raised = output.partition("raised: async-rl: the run stopped: ")[2]
-    assert "first cause: learner-0 exited with code 2" in raised
-    assert "ZeroDivisionError: the first cause" in raised
-
-
-def test_a_script_without_a_guard_is_refused_and_starts_nothing(tmp_path: Path):
-    guarded = textwrap.dedent(SCRIPT)
-    before, _, after = guarded.partition('if __name__ == "__main__":\n')
-    command = write_script(tmp_path, before + textwrap.dedent(after))
-    process = start(tmp_path, [*command, "lucky"])
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 1
-    assert "ConfigError: reward.type: lucky is a function of the script" in output
-    assert not (tmp_path / "run").exists()
+    run = async_rl.Run(tmp_path / "run")
+    assert (run.config.reward.type, run.config.generator.allow_code) == ("train.py:lucky", ("train.py",))
+    assert run.config.data.train == f"{tmp_path}/run/data/{next((tmp_path / 'run' / 'data').iterdir()).name}"
+    check_ledger(run.path)
+    assert list(run.metrics_frame().index) == list(range(1, 31)) == steps(run.path)
+    assert list(run.evaluations_frame().index) == [("held_out", 0), ("held_out", 30)]
+    rollouts = run.rollouts_frame()
+    assert min(rollouts["reward"].to_list()) > 0
+    assert [set(parts) for parts in rollouts["reward_parts"]] == [{"lucky"}] * len(rollouts)
+    assert len(list(run.answers("held_out", 30))) == 8
+    assert run.export_path is not None
+    assert run.status()["finished"]

@@ -1,4 +1,4 @@
-"""Routing replay takes the engine's choice of experts out of the mismatch, and a run with it goes on after a restart.
+"""Routing replay takes the engine's choice of experts out of the mismatch.
 
 A group goes the whole way but for the sockets, as in ``test_lag_0_ratio.py``.
 """
@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from msgspec.structs import replace
 
@@ -26,8 +25,6 @@ from async_rl.queue.core.groups import read_summary, why_unfit
 from async_rl.queue.messages import TakenGroup
 from async_rl.records import Group, Rollout
 from async_rl.routes import FAMILIES, RoutingShape, routers_of
-from tests.end_to_end.harness import check_ledger, metrics, roles, steps, write_config
-from tests.end_to_end.tiny import tiny_config, write_tiny_task
 from tests.generator.leases import make_lease
 from tests.learner.moe import moe_model
 from tests.learner.rank_scenarios import routed_config
@@ -91,30 +88,3 @@ def test_replay_takes_the_engines_choice_of_experts_out_of_the_mismatch(tmp_path
     assert free["mismatch_kl/lag_0"] > 1e-4
     assert 0.05 < replayed["routing/different"] < 0.2
     assert "routing/different" not in free
-
-
-@pytest.mark.slow
-def test_a_run_with_replay_goes_on_after_a_restart(tmp_path: Path):
-    task = write_tiny_task(tmp_path)
-    raw = tiny_config(
-        tmp_path,
-        task,
-        model={"path": str(moe_model(tmp_path / "glm", "glm4_moe")), "routing_replay": True},
-        sampling={"max_prompt_tokens": 64},
-        # No weights arrive within an answer, so every token is sampled with keys and values of its own version.
-        queue={"max_staleness": 0},
-        learner={"steps": 4},
-        generator={"backend": "transformers"},
-        loss={"entropy_coef": 0.1},
-        optimizer={"lr": 1e-3},
-    )
-    config = write_config(tmp_path / "config.toml", raw)
-    with roles(tmp_path / "logs") as start:
-        start("first", "launch", str(config)).succeed()
-        start("second", "launch", str(config), "--set", "learner.steps=6").succeed()
-    assert steps(tmp_path / "run") == list(range(1, 7))
-    check_ledger(tmp_path / "run")
-    rows = [row for row in metrics(tmp_path / "run") if "routing/different" in row]
-    assert len(rows) == 6
-    assert all(row["routing/different"] <= 0.5 for row in rows)
-    assert max(row["mismatch_kl/lag_0"] for row in rows) < 1e-8
