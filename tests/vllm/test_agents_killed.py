@@ -12,7 +12,7 @@ import pytest
 from async_rl.process.fault_points import AGENT_FAULT_POINTS
 from tests.end_to_end.faults_harness import FaultRun
 from tests.end_to_end.harness import state_of, wait_until
-from tests.end_to_end.test_agents_killed import CALLS, NUM_ROWS, Processes, ancestors, finish, killed_run
+from tests.extensions.agents.test_agents_killed import CALLS, NUM_ROWS, Processes, ancestors, finish, killed_run
 from tests.vllm.test_processes import descendants
 
 POINTS = ("learner.taken", "generator.sampled", *AGENT_FAULT_POINTS)
