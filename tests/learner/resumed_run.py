@@ -19,8 +19,8 @@ from async_rl.learner.checkpoints.stored_tensors import MODEL, OPTIMIZER, load_t
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.ranks import init_ranks
 from async_rl.process import fault_points
-from async_rl.records import Group, Lease, Rollout, TeacherScores, TokenSequence
-from tests.learner.loop.test_trainer import Run, make_run
+from async_rl.records import Group, Lease, TeacherScores, TokenSequence
+from tests.learner.loop.scripted_run import Run, drawn_rollout, make_run
 from tests.queue.builders import group
 
 STEPS_BEFORE_DEATH = 5
@@ -28,22 +28,10 @@ STEPS_BEFORE_DEATH = 5
 
 
 def answered(lease: Lease, version: int) -> Group:
-    """Two rollouts of 4 to 12 tokens, drawn by the prompt's position, one of them right."""
+    """Two rollouts, drawn by the prompt's position, one of them right."""
     generator = np.random.default_rng(lease.prompt.position)
-    rollouts = tuple(_rollout(generator, version, accuracy) for accuracy in (1.0, 0.0))
+    rollouts = tuple(drawn_rollout(generator, version, accuracy) for accuracy in (1.0, 0.0))
     return structs.replace(group(lease, version), rollouts=rollouts)
-
-
-def _rollout(generator: np.random.Generator, version: int, accuracy: float) -> Rollout:
-    size = int(generator.integers(6, 15))
-    mask = np.arange(size) >= 2
-    sequence = TokenSequence(
-        token_ids=generator.integers(4, 40, size).astype(np.int32),
-        loss_mask=mask,
-        behavior_logprobs=np.where(mask, generator.uniform(-4.0, -3.5, size), 0.0).astype(np.float32),
-        versions=np.where(mask, version, -1).astype(np.int32),
-    )
-    return Rollout((sequence,), {"correct": accuracy}, accuracy, "stop")
 
 
 def taught(lease: Lease, version: int) -> Group:
@@ -71,18 +59,14 @@ def build_run(directory: Path) -> Run:
     staleness bound, and the sections of the layout and the like.
     """
     bound = int((directory / "bound").read_text())
+    own = json.loads((directory / "sections.json").read_text())
     return make_run(
-        directory,
-        model={"path": str(directory / "model")},
+        directory, model={"path": str(directory / "model")}, data={"eval": {}}, eval={"every": 0},
         sampling={"group_size": 2, "max_new_tokens": 16, "max_prompt_tokens": 8, "deterministic": bound == 0},
-        data={"eval": {}},
-        eval={"every": 0},
-        learner={"steps": int((directory / "steps").read_text()), "max_tokens": 40},
-        queue={"max_staleness": bound},
-        optimizer={"lr": 1e-3},
-        checkpoint={"every": 2, "asynchronous": True},
-        **{"generator": {"backend": "fake"}} | json.loads((directory / "sections.json").read_text()),
-    )
+        learner={"steps": int((directory / "steps").read_text()), "max_tokens": 40}, queue={"max_staleness": bound},
+        optimizer={"lr": 1e-3}, checkpoint={"every": 2, "asynchronous": True},
+        **{"generator": {"backend": "fake"}} | own,
+    )  # fmt: skip
 
 
 def die_at(point: str, gates: Path) -> None:

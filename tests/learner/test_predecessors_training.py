@@ -23,10 +23,9 @@ from msgspec import structs
 from async_rl.errors import ConfigError
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.ranks import init_ranks
-from async_rl.records import Group, Lease, Rollout, TokenSequence
-from async_rl.run.records.step_log import read_rows
+from async_rl.records import Group, Lease
 from tests.config.predecessors import FEATURES, alternatives
-from tests.learner.loop.test_trainer import Run, make_run
+from tests.learner.loop.scripted_run import Run, drawn_rollout, make_run
 from tests.learner.tiny import tiny_model
 from tests.queue.builders import group
 
@@ -45,32 +44,16 @@ REFUSED = ({"loss.kl_placement": '"loss"', "loss.kl_estimator": '"k1"'},)
 """Choices of a row that the config refuses, as the row says."""
 
 OTHER: Mapping[str, tuple[str, ...]] = {
-    "loss.preset": ('"cispo"',),
-    "loss.advantage": ('"group_mean"', '"group_norm"'),
-    "loss.aggregation": ('"sequence"', '"token"'),
-    "loss.clip_low": ("0.01",),
-    "loss.clip_high": ("0.01",),
-    "loss.mask_truncated": ("false",),
-    "loss.skip_threshold": ("0",),
-    "loss.kl_placement": ('"advantage"', '"reward"'),
-    "loss.kl_estimator": ('"k3"', '"k2"'),
-    "loss.importance_cap": ("1.01",),
-    "optimizer.max_grad_norm": ("0.01",),
-    "optimizer.min_lr_ratio": ("0.9",),
-    "optimizer.weight_decay": ("0.5",),
-    "critic.path": ('"other"',),
-    "critic.gamma": ("0.5",),
-    "critic.lam": ("0.5",),
-    "critic.whiten": ("false",),
-    "critic.value_clip": ("0",),
-    "queue.filter_range": ("[]", "[0.01, 0.99]"),
-    "queue.max_staleness": ("1",),
-    "queue.refill": ("false", "true"),
-    "lora.alpha": ("1.0",),
-    "lora.publish": ('"merged"', '"adapters"'),
-    "sampling.temperature": ("0.5",),
-    "sampling.temperature_steps": ("2",),
-}
+    "loss.preset": ('"cispo"',), "loss.advantage": ('"group_mean"', '"group_norm"'),
+    "loss.aggregation": ('"sequence"', '"token"'), "loss.clip_low": ("0.01",), "loss.clip_high": ("0.01",),
+    "loss.mask_truncated": ("false",), "loss.skip_threshold": ("0",),
+    "loss.kl_placement": ('"advantage"', '"reward"'), "loss.kl_estimator": ('"k3"', '"k2"'),
+    "loss.importance_cap": ("1.01",), "optimizer.max_grad_norm": ("0.01",), "optimizer.min_lr_ratio": ("0.9",),
+    "optimizer.weight_decay": ("0.5",), "critic.path": ('"other"',), "critic.gamma": ("0.5",), "critic.lam": ("0.5",),
+    "critic.whiten": ("false",), "critic.value_clip": ("0",), "queue.filter_range": ("[]", "[0.01, 0.99]"),
+    "queue.max_staleness": ("1",), "queue.refill": ("false", "true"), "lora.alpha": ("1.0",),
+    "lora.publish": ('"merged"', '"adapters"'), "sampling.temperature": ("0.5",), "sampling.temperature_steps": ("2",),
+}  # fmt: skip
 """Key -> the values it is compared with, the first that differs from the row's. Other keys are left out."""
 
 GO_WITH: Mapping[str, tuple[str, ...]] = {
@@ -91,13 +74,9 @@ CHANGING = (
 """Keys that decide which steps are taken."""
 
 KEEPING: Settings = {
-    "learner.max_tokens": "20",
-    "learner.packing": '"padded"',
-    "learner.reshard": '"after_backward"',
-    "learner.compile": "false",
-    "model.gradient_checkpointing": '"none"',
-    "weights.sync_every": "1",
-}
+    "learner.max_tokens": "20", "learner.packing": '"padded"', "learner.reshard": '"after_backward"',
+    "learner.compile": "false", "model.gradient_checkpointing": '"none"', "weights.sync_every": "1",
+}  # fmt: skip
 """Keys that decide how a step is computed or sent on, each with a value to compare with: the weights stay the same."""
 
 FIGURES: Mapping[str, str] = {"queue.max_staleness": "staleness/max"}
@@ -128,31 +107,15 @@ def answered(lease: Lease, version: int) -> Group:
     """
     generator = np.random.default_rng(lease.prompt.position)
     is_easy, is_odd = lease.prompt.position % 5 == 4, lease.prompt.position % 3 == 0
-    rollouts = tuple(
-        rollout(
-            generator,
-            version,
-            accuracy=float(is_easy or number % 2 == 0),
-            number=number,
-            is_odd=is_odd and number == 2,
-        )
-        for number in range(lease.group_size)
-    )
-    return structs.replace(group(lease, version), rollouts=rollouts)
-
-
-def rollout(generator: np.random.Generator, version: int, *, accuracy: float, number: int, is_odd: bool) -> Rollout:
-    size = int(generator.integers(6, 15))
-    mask = np.arange(size) >= 2
-    logprobs = generator.uniform(-4.2, -3.4, size) - 5.0 * is_odd
-    sequence = TokenSequence(
-        token_ids=generator.integers(4, 40, size).astype(np.int32),
-        loss_mask=mask,
-        behavior_logprobs=np.where(mask, logprobs, 0.0).astype(np.float32),
-        versions=np.where(mask, version, -1).astype(np.int32),
-    )
-    parts = {"correct": accuracy, "style": 0.1 * number}
-    return Rollout((sequence,), parts, accuracy, "length" if number == 3 else "stop")
+    rollouts = []
+    for number in range(lease.group_size):
+        shift = 5.0 * (is_odd and number == 2)
+        made = drawn_rollout(
+            generator, version, float(is_easy or number % 2 == 0), logprobs=(-4.2 - shift, -3.4 - shift),
+            finish_reason="length" if number == 3 else "stop", style=0.1 * number,
+        )  # fmt: skip
+        rollouts.append(made)
+    return structs.replace(group(lease, version), rollouts=tuple(rollouts))
 
 
 def nested(settings: Settings) -> dict[str, Any]:
@@ -184,8 +147,7 @@ def run_of(directory: Path, settings: Settings) -> Trained:
     run.start(answer=answered)
     weights = {name: tensor.clone() for name, tensor in engine.gather()}
     engine.close()
-    rows = [row for row in read_rows(run.path / "metrics.jsonl") if "version" in row]
-    return Trained(weights, rows, run)
+    return Trained(weights, run.rows, run)
 
 
 def differ(one: Trained, other: Trained) -> bool:
@@ -223,12 +185,12 @@ CASES = [
 
 @pytest.mark.parametrize("refused", REFUSED, ids=str)
 def test_a_choice_that_a_row_calls_refused_is_refused(refused: Settings, tmp_path: Path):
-    (row,) = (
-        row for row in FEATURES.values() if any(refused.items() <= chosen.items() for chosen in alternatives(row))
+    ((row, chosen),) = (
+        (row, chosen) for row in FEATURES.values() for chosen in alternatives(row) if refused.items() <= chosen.items()
     )
     assert "refused" in row
     with pytest.raises(ConfigError, match=list(refused)[-1]):
-        make_run(tmp_path, **nested({**BASE, **next(c for c in alternatives(row) if refused.items() <= c.items())}))
+        make_run(tmp_path, **nested({**BASE, **chosen}))
 
 
 def test_the_same_settings_give_the_same_weights(train: Train):
@@ -279,7 +241,7 @@ def test_a_run_of_colossal_s_grpo_has_the_figures_that_its_rows_promise(train: T
     assert rows[-1]["kl/reference"] > 0
     assert all(row["entropy"] > 0 for row in rows)
     # Without a filter the all-right groups at every fifth position are trained too.
-    assert trained.run.queue_state.stats().ledger["groups"]["filtered"] == 0
+    assert trained.run.ledger["groups"]["filtered"] == 0
     assert trained.run.weights.published == list(range(101))
     checkpoints = trained.run.path / "checkpoints"
     assert sorted(path.name for path in checkpoints.glob("step-*")) == ["step-000075", "step-000100"]
@@ -291,12 +253,12 @@ def test_dapo_samples_other_groups_for_those_it_filters_and_rl2_does_not(train: 
     dapo = train(learner_settings(settings_together("DAPO preset", "filter_range", "dynamic_batching")))
     rl2 = train(learner_settings(settings_together("dynamic filtering")))
     # Steps of 2 groups: 24 pass of the first 29 or so, of which every fifth is filtered. One answer of four is cut.
-    groups = dapo.run.queue_state.stats().ledger["groups"]
+    groups = dapo.run.ledger["groups"]
     assert (groups["trained"], groups["filtered"]) == (24, 5)
     assert [row["masked/truncated"] for row in dapo.rows] == [2] * 12
     assert [row["accuracy/mean"] for row in dapo.rows] == [0.5] * 12
     # The same 24 positions whatever they earn: 4, 9, 14 and 19 give no signal.
-    groups = rl2.run.queue_state.stats().ledger["groups"]
+    groups = rl2.run.ledger["groups"]
     assert groups["trained"] == 24
     assert sum(row.get("masked/filter", 0) for row in rl2.rows) == 4 * 4
 
@@ -306,7 +268,7 @@ def test_batches_are_of_the_size_that_their_row_says(train: Train):
     (settings,) = alternatives(FEATURES["batch flags ibs, imbs, tbs, tMbs, tmbs, g"])
     del settings["generator.batch_size"]  # of the generator
     trained = train({**settings, "learner.steps": "1", **ALL_COUNT})
-    ledger = trained.run.queue_state.stats().ledger
+    ledger = trained.run.ledger
     # One batch of 64 groups of 8, trained in two updates.
     assert trained.rows[0]["version"] == 2
     assert (ledger["groups"]["trained"], ledger["rollouts"]["trained"]) == (64, 512)

@@ -5,22 +5,12 @@ Every ``take`` and ``await_eval`` lets the generator activate what is announced,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 from async_rl.net.codec import decode_group
 from async_rl.queue.core import generator_requests, learner_requests
 from async_rl.queue.core.state import QueueState
-from async_rl.queue.messages import (
-    Acked,
-    Announcement,
-    Batch,
-    EvalResult,
-    EvalWait,
-    LeasesGranted,
-    NotReady,
-    StepAck,
-)
+from async_rl.queue.messages import Acked, Announcement, Batch, EvalResult, EvalWait, NotReady, StepAck
 from async_rl.records import Group, Lease
 from tests.queue.builders import put, rows, settings
 
@@ -34,17 +24,12 @@ class DirectQueue:
     is_take_answered = False
 
     def __init__(
-        self,
-        queue_state: QueueState,
-        *,
-        answer: Callable[[Lease, int], Group],
-        before: Callable[[str, int], None],
+        self, queue_state: QueueState, *, answer: Callable[[Lease, int], Group], before: Callable[[str, int], None]
     ) -> None:
         """``before`` is told the name of a request and the learner's step; it may raise, as if the learner died."""
         self.queue_state, self._answer, self._before = queue_state, answer, before
         self._eval_rows = rows(NUM_EVAL_ROWS)
         self.announced: list[Announcement] = []
-        self.refusals: list[LeasesGranted] = []
         self.asked: list[tuple[str, int, bool]] = []
 
     def confirm(self, lineage: str) -> None:
@@ -71,14 +56,10 @@ class DirectQueue:
 
     def eval_results(self, lineage: str, received: Sequence[tuple[str, int]] = ()) -> list[EvalResult]:
         found = learner_requests.eval_results(self.queue_state, lineage, list(received))
-        return [
-            EvalResult(
-                e.dataset,
-                e.step,
-                tuple((p, decode_group(bytes(payload))) for p, payload in e.groups if payload is not None),
-            )
-            for e in found
+        groups = [
+            tuple((p, decode_group(bytes(payload))) for p, payload in e.groups if payload is not None) for e in found
         ]
+        return [EvalResult(e.dataset, e.step, of) for e, of in zip(found, groups, strict=True)]
 
     def await_eval(self, lineage: str, wait_s: float) -> EvalWait:
         self._told("await_eval")
@@ -122,7 +103,6 @@ class DirectQueue:
                 self.queue_state, "g0", (newest.lineage, newest.version), MAX_LEASES, 0.0
             )
             if not granted.leases:
-                self.refusals.append(granted)
                 return
             for lease in granted.leases:
                 put(self.queue_state, self._answer(lease, newest.version))
@@ -130,7 +110,3 @@ class DirectQueue:
     def _told(self, request: str) -> None:
         assert self.queue_state.learner is not None
         self._before(request, self.queue_state.learner.step)
-
-    @property
-    def ledger(self) -> Mapping[str, Any]:
-        return self.queue_state.stats().ledger

@@ -1,13 +1,11 @@
-"""Evaluations as the learner writes them down: figures, answers, and what could not be answered."""
+"""Evaluations as the learner writes them down. ``tests/run`` has their figures and files."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-import pytest
 from msgspec import structs
 
 from async_rl.learner.checkpoints.files import TrainerState
@@ -56,19 +54,6 @@ def result_of(answers: Sequence[Sequence[tuple[str, float]]]) -> EvalResult:
         prompt = Prompt(row, row, 0, ({"role": "user", "content": "?"},), {"gt_answer": "1"})
         groups.append((prompt, structs.replace(made, rollouts=rollouts)))
     return EvalResult("math", 7, tuple(groups))
-
-
-def test_figures_and_answers_are_recorded_and_rows_without_an_answer_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
-    # Majorities: "1" (two of three) is right; the second row has no answer. Accuracy (2/3 + 0) / 2.
-    result = result_of([[("1", 1.0), ("2", 0.0), ("1.0", 1.0)], []])
-    found = recorded(tmp_path, result)
-    assert (found["accuracy"], found["majority_at_n"], found["pass_at_k"]) == (pytest.approx(1 / 3), 0.5, 0.5)
-    assert (found["rows"], found["unanswered"], found["version_min"], found["version_max"]) == (2, 1, 3, 3)
-    lines = [json.loads(line) for line in (tmp_path / "eval" / "math-step-000007.jsonl").read_text().splitlines()]
-    assert [(line["row"], line["finish_reason"]) for line in lines] == [(0, "stop")] * 3 + [(1, "unanswered")]
-    assert "1 of 2 rows have no answer (prompts too long, or failed) and count as wrong" in caplog.text
 
 
 def test_votes_are_taken_as_the_run_compares_answers(tmp_path: Path):

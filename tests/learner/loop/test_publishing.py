@@ -33,8 +33,8 @@ class Recorded:
 class Learner:
     """Its one weight is always its version, in one tensor that every update overwrites."""
 
-    def __init__(self, fixed_lag: int, version: int = 0) -> None:
-        self.plane, self.version, self.weight = Recorded(), version, torch.zeros(())
+    def __init__(self, fixed_lag: int) -> None:
+        self.plane, self.version, self.weight = Recorded(), 0, torch.zeros(())
         self.weights = FixedLagWeights(self.plane, fixed_lag)
         self.gathered = 0
 
@@ -51,23 +51,13 @@ class Learner:
         return self.publish()
 
 
-def test_a_version_goes_out_when_it_is_fixed_lag_versions_old():
+def test_a_version_goes_out_when_it_is_fixed_lag_versions_old_and_no_more_are_held():
     learner = Learner(2)
     assert learner.publish() == 0
     assert [learner.step() for _ in range(5)] == [None, None, 1, 2, 3]
+    assert sorted(learner.weights._delayed) == [3, 4, 5]
     assert learner.publish(is_last=True) == 5
     assert learner.plane.sent == [(version, float(version)) for version in (0, 1, 2, 3, 5)]
-
-
-def test_not_held_back_every_version_goes_out_at_once():
-    learner = Learner(0)
-    assert [learner.publish(), learner.step(), learner.step()] == [0, 1, 2]
-
-
-def test_a_learner_start_begins_with_its_own_version():
-    learner = Learner(3, version=7)
-    assert learner.publish() == 7
-    assert [learner.step() for _ in range(4)] == [None, None, None, 8]
 
 
 def test_a_version_that_a_skipped_step_left_is_neither_gathered_nor_sent_again():
@@ -76,13 +66,3 @@ def test_a_version_that_a_skipped_step_left_is_neither_gathered_nor_sent_again()
     learner.step()
     assert learner.publish() is None
     assert (learner.gathered, learner.step()) == (2, 1)
-
-
-def test_no_more_versions_are_held_than_needed():
-    learner = Learner(2)
-    learner.publish()
-    for _ in range(9):
-        learner.step()
-    assert sorted(learner.weights._delayed) == [7, 8, 9]
-    assert learner.weights.stats() == {"members": 1}
-    assert learner.weights.channel == learner.plane.channel

@@ -6,7 +6,6 @@ the prompt, the attempt and the version. Real generators sample again what came 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,9 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from async_rl.learner.interface import UpdateStats
-from async_rl.learner.sequences import TrainSequence
 from async_rl.process import fault_points
 from async_rl.records import NO_VERSION, Group, Lease, Rollout, TokenSequence
-from async_rl.run.records.step_log import read_rows
-from tests.learner.loop.test_trainer import Killed, Run, ScriptedEngine, make_run
+from tests.learner.loop.scripted_run import Killed, Run, make_run
 from tests.queue.builders import group
 
 BOUND, STEPS = 2, 13
@@ -29,17 +25,13 @@ Trained = list[tuple[list[int], list[int]]]
 """Of each sequence of a step: the tokens' versions, and whether they are trained."""
 
 
-class RecordingEngine(ScriptedEngine):
-    """Remembers what it trains at each version, and refuses to train something else there after a restart."""
-
-    def update(self, sequences: Sequence[TrainSequence], *, version: int) -> UpdateStats:
+def by_version(run: Run) -> dict[int, Trained]:
+    """What was trained at each version, which must be the same after every restart."""
+    found: dict[int, Trained] = {}
+    for version, sequences in run.engine.calls:
         trained: Trained = [(s.versions.tolist(), s.loss_mask.tolist()) for s in sequences]
-        assert self.by_version.setdefault(version, trained) == trained, f"another batch at version {version}"
-        return super().update(sequences, version=version)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.by_version: dict[int, Trained] = {}
+        assert found.setdefault(version, trained) == trained, f"another batch at version {version}"
+    return found
 
 
 def mixed(lease: Lease, version: int) -> Group:
@@ -59,40 +51,25 @@ def mixed(lease: Lease, version: int) -> Group:
     return structs.replace(group(lease, version), rollouts=rollouts, weights_digest=digests)
 
 
-def start(run: Run, before: Callable[[str, int], None]) -> None:
-    run.start(before, mixed)
-
-
-def a_run(directory: Path, on_stale: str) -> tuple[Run, RecordingEngine]:
-    run = make_run(
-        directory,
-        data={"eval": {}},
-        eval={"every": 0},
-        sampling={"group_size": 2},
-        learner={"steps": STEPS},
+def a_run(directory: Path, on_stale: str) -> Run:
+    return make_run(
+        directory, data={"eval": {}}, eval={"every": 0}, sampling={"group_size": 2}, learner={"steps": STEPS},
         queue={"max_staleness": BOUND, "on_stale": on_stale},
-    )
-    run.engine = engine = RecordingEngine()
-    return run, engine
-
-
-def positions(run: Run) -> list[list[int]]:
-    return [[position for position, _ in row["groups"]] for row in read_rows(run.path / "trained.jsonl")]
+    )  # fmt: skip
 
 
 def decisions(run: Run) -> dict[str, Any]:
     """What became of groups and tokens, without what restarts have lost."""
-    ledger = run.queue_state.stats().ledger
-    groups, tokens = ledger["groups"], ledger["tokens"]
-    return {"trained": groups["trained"], "stale": groups["dropped"].get("stale", 0), "masked": tokens["masked"]}
+    groups, masked = run.ledger["groups"], run.ledger["tokens"]["masked"]
+    return {"trained": groups["trained"], "stale": groups["dropped"].get("stale", 0), "masked": masked}
 
 
 @pytest.mark.parametrize("on_stale", ["mask", "drop", "wait"])
 def test_a_run_killed_between_take_and_commit_repeats_its_decisions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_stale: str
 ):
-    whole, expected = a_run(tmp_path / "whole", on_stale)
-    start(whole, lambda request, step: None)
+    whole, killed = a_run(tmp_path / "whole", on_stale), a_run(tmp_path / "killed", on_stale)
+    whole.start(answer=mixed)
     gates = tmp_path / "gates"
     gates.mkdir()
     monkeypatch.setattr(fault_points, "_directory", str(gates))
@@ -101,7 +78,6 @@ def test_a_run_killed_between_take_and_commit_repeats_its_decisions(
         raise Killed
 
     monkeypatch.setattr(fault_points.signal, "raise_signal", die)
-    killed, engine = a_run(tmp_path / "killed", on_stale)
     for index, point in enumerate(POINTS):
 
         def arm(request: str, step: int, at: int = 3 + 2 * index, point: str = point) -> None:
@@ -109,11 +85,10 @@ def test_a_run_killed_between_take_and_commit_repeats_its_decisions(
                 (gates / point).touch()
 
         with pytest.raises(Killed):
-            start(killed, arm)
-    start(killed, lambda request, step: None)
-    assert engine.by_version == expected.by_version
-    assert positions(killed) == positions(whole)
+            killed.start(arm, mixed)
+    killed.start(answer=mixed)
+    assert by_version(killed) == by_version(whole)
+    assert killed.positions == whole.positions
     assert decisions(killed) == decisions(whole)
-    kinds = decisions(whole)
-    assert kinds["stale"] > 0
-    assert (kinds["masked"].get("stale", 0) > 0) == (on_stale == "mask")
+    assert decisions(whole)["stale"] > 0
+    assert (decisions(whole)["masked"].get("stale", 0) > 0) == (on_stale == "mask")

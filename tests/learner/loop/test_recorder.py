@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from async_rl.learner.loop import recorder
-from async_rl.learner.loop.recorder import StepClock, WaitLog, log_rollouts
+from async_rl.learner.loop.decode_times import decode_times
+from async_rl.learner.loop.recorder import StepClock, log_rollouts
 from async_rl.queue.messages import Decoded, GeneratorStats, TakenGroup
 from tests.generator.leases import make_lease
 from tests.queue.builders import group, make_config
@@ -47,14 +45,11 @@ def test_a_line_tells_text_reward_parts_and_versions_and_whose_it_is(tmp_path: P
     assert logged(tmp_path / "masked", masked=True)[0]["masked"]
 
 
-def test_all_groups_are_written_in_their_order(tmp_path: Path):
+def test_all_groups_are_written_in_their_order_and_some_are_drawn_by_seed_and_step(tmp_path: Path):
     for name, groups in (("all", "all"), ("many", 100)):
         lines = logged(tmp_path / name, rollouts_groups=groups)
         assert groups_in(lines) == [str(i) for i in range(NUM_GROUPS)]
         assert len(lines) == 2 * NUM_GROUPS
-
-
-def test_some_groups_are_drawn_by_seed_and_step(tmp_path: Path):
     draws = {
         (seed, step): groups_in(logged(tmp_path / f"{seed}-{step}", seed=seed, step=step, rollouts_every=1))
         for seed in range(2) for step in range(1, 13)
@@ -73,29 +68,48 @@ def test_every_so_many_steps_are_written_from_the_first_on_and_the_last(tmp_path
     assert written == [f"step-{step:06d}.jsonl" for step in steps]
 
 
-ALIVE = ("g0",)
-
-
-def test_generator_figures_are_differences_between_laps():
+def laps(*readings: GeneratorStats, alive: tuple[str, ...] = ("a", "b"), then_alive: tuple[str, ...] | None = None):
+    """The rows of laps at these readings. ``then_alive``: the generators at the last one."""
     clock = StepClock(elapsed_s=100.0)
-    clock.lap(
-        GeneratorStats(max_running=4, wall_s=10, busy_s=8, busy_sequence_s=20, num_tokens=100),
-        alive_generators=ALIVE,
-        trained_tokens=10,
-    )
-    row = clock.lap(
-        GeneratorStats(
-            max_running=4, wall_s=20, busy_s=17, busy_sequence_s=28, num_tokens=150, pause_s=0.3, num_activations=3
-        ),
-        alive_generators=ALIVE,
-        trained_tokens=10,
-    )
-    # Busy 9 of 10 s; 8 sequence-seconds of 4 slots: a fifth of the step; 50 tokens in 10 s; 0.3 s over 3 pauses.
-    assert abs(row["idle/generators"] - 0.1) < 1e-9
-    assert abs(row["time/generate_s"] / row["time/step_s"] - 0.2) < 1e-9
-    assert abs(row["throughput/generated_tokens_per_s"] - 5.0) < 1e-9
-    assert abs(row["time/pause_s"] - 0.1) < 1e-9
+    alive_at = [alive] * (len(readings) - 1) + [then_alive or alive]
+    return [
+        clock.lap(stats, alive_generators=who, trained_tokens=10) for stats, who in zip(readings, alive_at, strict=True)
+    ]
+
+
+def test_generator_figures_are_differences_between_laps_whenever_heartbeats_come():
+    later = GeneratorStats(
+        max_running=8, wall_s=40, busy_s=33, busy_sequence_s=84, num_tokens=400, pause_s=0.3, num_activations=3,
+        counters={"judge_requests": 3},
+    )  # fmt: skip
+    first = GeneratorStats(max_running=8, wall_s=20, busy_s=17, busy_sequence_s=20, num_tokens=100)
+    _, row, between_heartbeats = laps(first, later, later)
+    # Two generators with 4 slots each, in 10 s: busy 16 of 20 s; 64 of 80 sequence-seconds; 300 tokens; 3 pauses.
+    assert row["idle/generators"] == pytest.approx(0.2)
+    assert row["time/generate_s"] / row["time/step_s"] == pytest.approx(0.8)
+    assert row["throughput/generated_tokens_per_s"] == pytest.approx(30.0)
+    assert row["time/pause_s"] == pytest.approx(0.1)
+    assert row["grading/judge_requests"] == 3.0
     assert row["time_s"] >= 100.0
+    assert "time/generate_s" not in between_heartbeats
+
+
+@pytest.mark.parametrize(
+    ("max_running", "wall_s", "num_tokens", "then_alive"),
+    [
+        (16, 130, 1700, ("a", "b", "c")),  # one has joined
+        # One took another's place, and has run longer than that one, so every sum has grown.
+        (8, 130, 1700, ("a", "c")),
+        (8, 110, 600, ("a", "b")),  # one was restarted under its name: its 500 tokens are gone
+    ],
+)
+def test_generator_figures_are_left_out_without_two_readings_of_the_same_generators(
+    max_running: int, wall_s: float, num_tokens: int, then_alive: tuple[str, ...]
+):
+    before = GeneratorStats(max_running=8, wall_s=105, num_tokens=1000)
+    after = GeneratorStats(max_running=max_running, wall_s=wall_s, num_tokens=num_tokens)
+    for row in laps(before, after, then_alive=then_alive):
+        assert not {"idle/generators", "throughput/generated_tokens_per_s"} & row.keys()
 
 
 @pytest.mark.parametrize(
@@ -110,112 +124,48 @@ def test_generators_have_to_spare_what_full_batches_would_save(sequence_s: float
         busy_s = num_steps * (0.1 + sequence_s * running)
         return Decoded(busy_s, busy_s * running, num_steps * running)
 
-    clock = StepClock(elapsed_s=0.0)
     first, later = decoded(4, 100), decoded(2, 100)
     before = GeneratorStats(
         max_running=16, wall_s=100, busy_s=first.busy_s, busy_sequence_s=first.busy_sequence_s,
         decoded=(Decoded(), Decoded(), first),
     )  # fmt: skip
-    wall_s = later.busy_s  # of two generators together, both busy all the time
+    # Two generators together, both busy all the time.
     after = GeneratorStats(
-        max_running=16, wall_s=100 + wall_s, busy_s=first.busy_s + later.busy_s,
+        max_running=16, wall_s=100 + later.busy_s, busy_s=first.busy_s + later.busy_s,
         busy_sequence_s=first.busy_sequence_s + later.busy_sequence_s, decoded=(Decoded(), later, first),
     )  # fmt: skip
-    clock.lap(before, alive_generators=("a", "b"), trained_tokens=0)
-    row = clock.lap(after, alive_generators=("a", "b"), trained_tokens=0)
-    assert row["idle/spare"] == pytest.approx(spare)
-
-
-def test_generators_that_sampled_nothing_have_all_their_time_to_spare():
-    """Where the fitted line has no part that all steps share, a decode step of no sequence takes no time."""
-    clock = StepClock(elapsed_s=0.0)
-    decoded = (Decoded(), Decoded(1.0, 2.0, 20), Decoded(9.0, 36.0, 90))  # 0.1 s for two, 0.4 s for four
-    for wall_s in (100, 110):
-        stats = GeneratorStats(
-            max_running=8, wall_s=wall_s, busy_s=10.0, busy_sequence_s=38.0, num_tokens=110, decoded=decoded
-        )
-        row = clock.lap(stats, alive_generators=ALIVE, trained_tokens=0)
-    assert row["time/decode_step_s"] == 0.0
-    assert row["idle/spare"] == 1.0
-
-
-def test_counters_of_rewards_are_metrics():
-    clock = StepClock(elapsed_s=0.0)
-    stats = GeneratorStats(max_running=4, wall_s=10, counters={"judge_requests": 3})
-    assert clock.lap(stats, alive_generators=ALIVE, trained_tokens=1)["grading/judge_requests"] == 3.0
-
-
-def test_rates_do_not_depend_on_how_often_heartbeats_come():
-    # Two generators with 4 slots each. In 10 s each was busy for 8 s with all slots: 64 of 80 sequence-seconds.
-    clock = StepClock(elapsed_s=0.0)
-    clock.lap(GeneratorStats(max_running=8, wall_s=20), alive_generators=("a", "b"), trained_tokens=0)
-    later = GeneratorStats(max_running=8, wall_s=40, busy_s=16, busy_sequence_s=64, num_tokens=300)
-    row = clock.lap(later, alive_generators=("a", "b"), trained_tokens=0)
-    assert abs(row["time/generate_s"] / row["time/step_s"] - 0.8) < 1e-9
-    assert abs(row["throughput/generated_tokens_per_s"] - 30.0) < 1e-9
-    between_heartbeats = clock.lap(later, alive_generators=("a", "b"), trained_tokens=0)
-    assert "time/generate_s" not in between_heartbeats
-
-
-def test_without_two_readings_of_the_same_slots_the_generator_figures_are_left_out():
-    clock = StepClock(elapsed_s=0.0)
-    first = clock.lap(GeneratorStats(max_running=4, wall_s=10), alive_generators=ALIVE, trained_tokens=0)
-    after_a_join = clock.lap(GeneratorStats(max_running=8, wall_s=30), alive_generators=ALIVE, trained_tokens=0)
-    assert "idle/generators" not in first
-    assert "idle/generators" not in after_a_join
+    assert laps(before, after)[1]["idle/spare"] == pytest.approx(spare)
 
 
 def test_parts_of_a_step_are_timed_apart_and_start_anew_each_lap():
     clock = StepClock(elapsed_s=0.0)
     with clock.part("train"), clock.part("prepare"):
         pass
-    row = clock.lap(GeneratorStats(), alive_generators=ALIVE, trained_tokens=0)
+    row = clock.lap(GeneratorStats(), alive_generators=("a",), trained_tokens=0)
     assert 0 < row["time/prepare_s"] <= row["time/train_s"] <= row["time/step_s"]
     assert row["time/wait_s"] == 0
-    assert clock.lap(GeneratorStats(), alive_generators=ALIVE, trained_tokens=0)["time/train_s"] == 0
+    assert clock.lap(GeneratorStats(), alive_generators=("a",), trained_tokens=0)["time/train_s"] == 0
 
 
-def test_a_wait_for_parts_of_which_some_are_done_says_how_long_it_will_take(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def decode_steps(running: int, step_s: float, num_steps: int) -> Decoded:
+    """Decode steps that all have this many sequences and take this long."""
+    return Decoded(step_s * num_steps, step_s * num_steps * running, running * num_steps)
+
+
+@pytest.mark.parametrize(
+    ("steps", "line"),
+    [
+        ([decode_steps(2**n, 0.02 + 0.001 * 2**n, 10 * 7**n) for n in range(6)], (0.02, 0.001)),
+        ([], None),
+        ([Decoded(), Decoded()], None),
+        ([Decoded(), Decoded(), decode_steps(5, 0.25, 3)], (0.25, 0)),
+        # Faster with more sequences: the mean of 3 steps of 0.4 s and one of 0.2 s.
+        ([decode_steps(1, 0.4, 3), decode_steps(2, 0.2, 1)], (0.35, 0)),
+        # A line through (1, 0.1) and (2, 0.4) begins below 0; the best one through 0 has the slope 0.9 / 5.
+        ([decode_steps(1, 0.1, 1), decode_steps(2, 0.4, 1)], (0, 0.18)),
+    ],
+)
+def test_the_line_is_that_of_the_measured_steps_and_no_part_of_it_is_negative(
+    steps: list[Decoded], line: tuple[float, float] | None
 ):
-    times = iter([100.0, 110.0, 119.9, 120.0])
-    monkeypatch.setattr(recorder, "time", SimpleNamespace(monotonic=lambda: next(times)))
-    caplog.set_level(logging.INFO)
-    wait = WaitLog(every_s=10.0)
-    for done in (0, 10, 20):
-        wait.still_waiting("the evaluation of test", done, 120)
-    # 20 of 120 rows in 20 s, so 100 s for the others
-    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
-        ("WARNING", "waiting 10 s for the evaluation of test"),
-        ("INFO", "waiting 20 s for the evaluation of test, about 1m40s left"),
-    ]
-
-
-def test_generator_figures_are_left_out_when_one_takes_another_s_place():
-    # Eight slots before and after; the newcomer has run longer than the one that left, so every sum has grown.
-    clock = StepClock(elapsed_s=0.0)
-    clock.lap(GeneratorStats(max_running=8, wall_s=105, num_tokens=1000), alive_generators=("a", "b"), trained_tokens=0)
-    row = clock.lap(
-        GeneratorStats(max_running=8, wall_s=130, num_tokens=1700), alive_generators=("a", "c"), trained_tokens=0
-    )
-    assert "idle/generators" not in row
-
-
-def test_generator_figures_are_left_out_when_one_counts_from_zero_again():
-    # "b" was restarted under its name: its 500 tokens are gone, the sum of seconds has grown all the same.
-    clock = StepClock(elapsed_s=0.0)
-    clock.lap(GeneratorStats(max_running=8, wall_s=105, num_tokens=1000), alive_generators=("a", "b"), trained_tokens=0)
-    row = clock.lap(
-        GeneratorStats(max_running=8, wall_s=110, num_tokens=600), alive_generators=("a", "b"), trained_tokens=0
-    )
-    assert "throughput/generated_tokens_per_s" not in row
-
-
-def test_a_long_wait_says_how_long_for_what_and_why(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
-    times = iter([100.0, 129.0, 130.0, 131.0])
-    monkeypatch.setattr(recorder, "time", SimpleNamespace(monotonic=lambda: next(times)))
-    wait = WaitLog()
-    for _ in range(3):
-        wait.still_waiting("groups (0 of 2 are queued, 0 in flight): no generator is connected")
-    said = "waiting 30 s for groups (0 of 2 are queued, 0 in flight): no generator is connected"
-    assert [record.getMessage() for record in caplog.records] == [said]
+    assert decode_times(steps) == (line if line is None else pytest.approx(line))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,52 +19,39 @@ from async_rl.rewards.registry import RewardSum
 from tests.learner.loop.test_parity import make_group
 
 
-def graded(*accuracies: float) -> list[Grade]:
-    return [(accuracy, accuracy) for accuracy in accuracies]
+def graded(accuracies: list[float]) -> list[Grade]:
+    return [(float(accuracy), float(accuracy)) for accuracy in accuracies]
 
 
 def counts(one: Regraded) -> tuple[int, int, int, int, int]:
     return one.num_answers, one.num_refuted, one.num_withdrawn, one.num_unsteady, one.num_failed
 
 
-RIGHT_OF_FOUR = [1.0, 0.0, 1.0, 0.0]
+FILTER = (0.01, 0.99)
+JUDGED: dict[str, tuple[list[float], list[float], list[float], tuple[float, float] | None, tuple[int, ...]]] = {
+    "the same": ([1, 0, 1, 0], [1, 0, 1, 0], [1, 0, 1, 0], None, (4, 0, 0, 0, 0)),
+    "twice another one": ([1, 0, 1, 0], [1, 0, 0, 0], [1, 0, 0, 0], None, (4, 1, 0, 0, 0)),
+    "another one, then the claimed one": ([1, 0, 1, 0], [1, 0, 0, 0], [1, 0, 1, 0], None, (4, 0, 1, 1, 0)),
+    "three different ones": ([1, 0, 1, 0], [1, 0, 0.2, 0], [1, 0, 0.3, 0], None, (4, 0, 0, 1, 0)),
+    "rounding": ([1, 0, 1, 0], [1 - 5e-5, 0, 1, 0], [1, 0, 1, 0], None, (4, 0, 0, 0, 0)),
+    # Without the one right answer the filter would have dropped the group: chance alone selects such groups.
+    "decided that the group is trained": ([1, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0], FILTER, (4, 0, 0, 0, 0)),
+    "would have without the filter": ([1, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0], None, (4, 1, 0, 0, 0)),
+    # Without either of the two there is still the other.
+    "decided nothing": ([1, 1, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0], FILTER, (4, 2, 0, 0, 0)),
+    # Rewards beyond 0..1 have no accuracy: the filter keeps groups whose rewards differ.
+    "the one that differs": ([3, 2, 2, 2], [2, 2, 2, 2], [2, 2, 2, 2], FILTER, (4, 0, 0, 0, 0)),
+    "two that differ": ([3, 2, 4, 2], [2, 2, 2, 2], [2, 2, 2, 2], FILTER, (4, 2, 0, 0, 0)),
+}
+"""Name -> the claimed accuracies, those of the first and the second grading, the filter, and ``counts``."""
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "wanted"),
-    [
-        ([1.0, 0.0, 1.0, 0.0], [1.0, 0.0, 1.0, 0.0], (4, 0, 0, 0, 0)),
-        ([1.0, 0.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0], (4, 1, 0, 0, 0)),
-        ([1.0, 0.0, 0.0, 0.0], [1.0, 0.0, 1.0, 0.0], (4, 0, 1, 1, 0)),
-        ([1.0, 0.0, 0.2, 0.0], [1.0, 0.0, 0.3, 0.0], (4, 0, 0, 1, 0)),
-        ([1.0 - 5e-5, 0.0, 1.0, 0.0], [1.0, 0.0, 1.0, 0.0], (4, 0, 0, 0, 0)),
-    ],
-    ids=["the same", "twice another one", "another one, then the claimed one", "three different ones", "rounding"],
-)
-def test_only_two_equal_grades_refute_a_claim(first: list[float], second: list[float], wanted: tuple[int, ...]):
-    judged = judge_grades("g", graded(*RIGHT_OF_FOUR), graded(*first), graded(*second), filter_range=None)
-    assert counts(judged) == wanted
-
-
-@pytest.mark.parametrize(
-    ("claimed", "found", "filter_range", "refuted"),
-    [
-        # Without the one right answer the filter would have dropped the group: chance alone selects such groups.
-        ([1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0], (0.01, 0.99), 0),
-        ([1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0], None, 1),
-        # Without either of the two there is still the other.
-        ([1.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0], (0.01, 0.99), 2),
-        ([1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0], (0.01, 0.99), 2),
-        # Rewards beyond 0..1 have no accuracy: the filter keeps groups whose rewards differ.
-        ([3.0, 2.0, 2.0, 2.0], [2.0, 2.0, 2.0, 2.0], (0.01, 0.99), 0),
-        ([3.0, 2.0, 4.0, 2.0], [2.0, 2.0, 2.0, 2.0], (0.01, 0.99), 2),
-    ],
-)
-def test_a_claim_that_decided_whether_the_group_is_trained_is_not_judged(
-    claimed: list[float], found: list[float], filter_range: tuple[float, float] | None, refuted: int
+@pytest.mark.parametrize(("claimed", "first", "second", "filter_range", "wanted"), JUDGED.values(), ids=JUDGED)
+def test_only_two_equal_grades_refute_a_claim_and_none_that_decided_whether_the_group_is_trained(
+    claimed: list[float], first: list[float], second: list[float], filter_range: Any, wanted: tuple[int, ...]
 ):
-    second = graded(*found)
-    assert judge_grades("g", graded(*claimed), second, second, filter_range=filter_range).num_refuted == refuted
+    judged = judge_grades("g", graded(claimed), graded(first), graded(second), filter_range=filter_range)
+    assert counts(judged) == wanted
 
 
 class Given:
@@ -112,38 +100,30 @@ def test_answers_are_graded_again_in_the_background_from_their_tokens(reward: fl
     given.allowed.set()
     (found,) = all_of(regrader)
     assert (found.generator_id, found.num_answers, found.num_refuted) == ("g", 2, refuted)
-    wanted = "row 5: reward 0 and accuracy 0 claimed, reward 1 and accuracy 1 found"
-    assert found.example == (wanted if refuted else "")
+    assert ("row 5: reward 0 and accuracy 0 claimed" in found.example) == (refuted > 0)
     assert len(given.inputs) == (4 if refuted else 2)  # twice where they differ
     first = given.inputs[0]
     assert (first.text, first.reward_data, first.num_tokens) == ("2 3 4 5 6 7", {"gt_answer": "7"}, 6)
     assert first.prompt_opened == "<think>"  # the last token of the prompt
 
 
-def test_an_answer_that_is_sent_as_several_sequences_is_graded_too():
-    given = Given(lambda item: 1.0)
-    given.allowed.set()
-    group = make_group("g", 3)
-    twice = tuple(replace(rollout, sequences=rollout.sequences * 2) for rollout in group.rollouts)
-    regrader = regrader_of(given)
-    regrader.submit([taken(replace(group, rollouts=twice))])
-    assert [one.num_refuted for one in all_of(regrader)] == [2]
-    assert given.inputs[0].text == "2 3 4 5 6 7 2 3 4 5 6 7"
-
-
-def test_an_answer_on_which_the_reward_fails_is_not_judged_and_the_others_are():
+def test_an_answer_of_several_sequences_is_graded_and_one_on_which_the_reward_fails_is_not_judged():
     def grade(item: RewardInput) -> float:
-        if item.text.startswith("2 "):
+        if item.text == "2 3 4 5 6 7":
             raise ZeroDivisionError("no such answer")
         return 1.0
 
     given = Given(grade)
     given.allowed.set()
+    group = make_group("g", 3)
+    failing, other = group.rollouts
+    rollouts = (failing, replace(other, sequences=other.sequences * 2))
     regrader = regrader_of(given)
-    regrader.submit([taken(make_group("g", 3))])
+    regrader.submit([taken(replace(group, rollouts=rollouts))])
     (found,) = all_of(regrader)
     assert counts(found) == (1, 1, 0, 0, 1)
     assert found.error == "ZeroDivisionError: no such answer"
+    assert given.inputs[-1].text == "3 4 5 6 7 8 3 4 5 6 7 8"
 
 
 def test_a_reward_that_compares_a_group_is_not_asked_about_a_part_of_it():

@@ -23,11 +23,10 @@ from async_rl.learner.loop.start import LearnerContext, train_with
 from async_rl.learner.ranks import init_ranks
 from async_rl.records import Span, Turn
 from async_rl.run.directory import RunDir
-from async_rl.run.records.step_log import read_rows
 from async_rl.run.reuse import prepare_run_dir
 from tests.learner.data.test_batch import rollout, taken
+from tests.learner.loop.scripted_run import Run, make_run
 from tests.learner.loop.test_rollout_records import config, record
-from tests.learner.loop.test_trainer import Run, make_run
 from tests.learner.test_predecessors_training import BASE, answered, nested
 from tests.learner.tiny import tiny_model
 
@@ -47,13 +46,7 @@ def recorded(directory: Path, **settings: str) -> tuple[Run, Weights]:
     """
     tiny_model(directory / "model")
     base = {**BASE, "model.path": json.dumps(str(directory / "model")), "queue.run_ahead": '"bound"'}
-    own = {
-        "queue.max_staleness": "4",
-        "log.replayable": "true",
-        "log.rollouts_tokens": "0",
-        "checkpoint.every": "6",
-        "learner.steps": "12",
-    }
+    own = {"queue.max_staleness": "4", "log.replayable": "true", "log.rollouts_tokens": "0", "checkpoint.every": "6"}
     run = make_run(directory, num_rows=200, **nested({**base, **own, **settings}))
     engine = FsdpEngine(run.config, init_ranks(run.config))
     run.engine = engine  # pyright: ignore[reportAttributeAccessIssue]
@@ -89,31 +82,21 @@ def test_unchanged_settings_give_the_same_bits_and_the_same_figures(plain: tuple
     run, weights = plain
     rows, again = replayed(replay_config(run, "same"), run)
     assert_same_bits(again, weights)
-    before = [row for row in read_rows(run.path / "metrics.jsonl") if "version" in row]
     after = [row for row in rows if "version" in row]
-    assert len(after) == len(before) == 12
-    figures = (
-        "entropy",
-        "staleness/mean",
-        "staleness/max",
-        "ratio/ess",
-        "reward/mean",
-        "masked/truncated",
-        "grad_norm",
-    )
-    assert [[row[name] for name in figures] for row in after] == [[row[name] for name in figures] for row in before]
+    assert len(after) == len(run.rows) == 12
+    names = ("entropy", "staleness/mean", "staleness/max", "ratio/ess", "reward/mean", "masked/truncated", "grad_norm")
+    assert [[row[name] for name in names] for row in after] == [[row[name] for name in names] for row in run.rows]
     assert after[-1]["staleness/max"] == 4
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        {"loss.preset": '"gspo"'},
-        {"optimizer.lr": "3e-3", "loss.clip_high": "0.01"},
+        {"loss.preset": '"gspo"', "optimizer.lr": "3e-3"},
         # Two versions a step: the tokens are as many versions old as they were.
         {"learner.updates_per_batch": "2", "queue.max_staleness": "8"},
     ],
-    ids=["preset", "rate", "updates"],
+    ids=["preset", "updates"],
 )
 def test_another_loss_gives_the_bits_of_a_run_with_it_and_the_same_groups(
     plain: tuple[Run, Weights], settings: dict[str, str], tmp_path: Path, request: pytest.FixtureRequest
@@ -126,21 +109,16 @@ def test_another_loss_gives_the_bits_of_a_run_with_it_and_the_same_groups(
         assert_same_bits(again, recorded(tmp_path, **settings)[1])
 
 
-def test_a_replay_goes_on_from_a_checkpoint_of_the_run(plain: tuple[Run, Weights]):
+def test_a_replay_goes_on_from_a_checkpoint_of_the_run_and_ends_where_the_records_end(plain: tuple[Run, Weights]):
     run, weights = plain
-    resumed = replay_config(run, "from-6")
-    prepare_run_dir(resumed)
-    fork_run(find_fork_point(f"{run.path}@6"), resumed)
-    rows, again = replayed(resumed, run)
-    assert [row["step"] for row in rows if "version" in row] == list(range(7, 13))
-    assert_same_bits(again, weights)
-
-
-def test_a_replay_ends_where_the_records_end(plain: tuple[Run, Weights]):
-    run, _ = plain
-    rows, _ = replayed(replay_config(run, "longer", "learner.steps=20"), run)
-    assert max(row["step"] for row in rows) == 12
-    assert RunDir(run.path.parent / "longer").is_finished
+    for steps in (12, 20):
+        resumed = replay_config(run, f"from-6-to-{steps}", f"learner.steps={steps}")
+        prepare_run_dir(resumed)
+        fork_run(find_fork_point(f"{run.path}@6"), resumed)
+        rows, again = replayed(resumed, run)
+        assert [row["step"] for row in rows if "version" in row] == list(range(7, 13))
+        assert_same_bits(again, weights)
+        assert RunDir(Path(resumed.run.dir)).is_finished
 
 
 def test_turns_parts_of_answers_and_their_rewards_come_back_exactly(tmp_path: Path):
@@ -167,37 +145,31 @@ def test_turns_parts_of_answers_and_their_rewards_come_back_exactly(tmp_path: Pa
 def test_what_is_not_recorded_is_refused_by_name(tmp_path: Path):
     with pytest.raises(RunError, match=r"has recorded no rollouts; train it with log\.replayable"):
         RecordedRun.find(tmp_path)
-    (tmp_path / "run").mkdir()
     run, _ = recorded(tmp_path, **{"learner.steps": "2"})
     found = RecordedRun.find(run.path)
     text = run.path / "rollouts" / "step-000002.jsonl"
-    lines = text.read_text().splitlines(keepends=True)
-    text.write_text("".join(lines[:-4]))
+    text.write_text("".join(text.read_text().splitlines(keepends=True)[:-4]))
     with pytest.raises(RunError, match=r"step 2 trained on 8 rollouts, of which .*step-000002\.jsonl has 4;"):
         found.read(2, 1)
     text.unlink()
-    with pytest.raises(RunError, match=r"step 2 can't be read from .*step-000002\.jsonl"):
-        found.read(2, 1)
     columns = run.path / "rollouts" / "step-000001.tokens.parquet"
     columns.write_bytes(columns.read_bytes()[:100])
-    with pytest.raises(RunError, match=r"step-000001\.tokens\.parquet"):
-        found.read(1, 0)
+    for step, named in ((2, r"step-000002\.jsonl"), (1, r"step-000001\.tokens\.parquet")):
+        with pytest.raises(RunError, match=named):
+            found.read(step, step - 1)
 
 
 @pytest.mark.parametrize(
-    ("sections", "named", "what"),
+    ("sections", "named"),
     [
-        ({"sampling": {"top_p": 0.9}}, "sampling", "the tokens that top_p, top_k and min_p left"),
+        ({"sampling": {"top_p": 0.9}}, r"sampling: .* top_p, top_k and min_p"),
         (
             {"model": {"path": "m", "routing_replay": True}, "generator": {"backend": "transformers"}},
-            "model.routing_replay",
-            "routes of experts",
+            r"model\.routing_replay: .* routes of experts",
         ),
     ],
 )
-def test_a_config_that_needs_more_than_the_records_is_refused(
-    sections: dict[str, Any], named: str, what: str, tmp_path: Path
-):
+def test_a_config_that_needs_more_than_the_records_is_refused(sections: dict[str, Any], named: str, tmp_path: Path):
     raw = {"model": {"path": "m"}, "data": {"train": "t"}, "run": {"dir": str(tmp_path)}, **sections}
-    with pytest.raises(ConfigError, match=f"{named}: a replay can't train on {what}, because"):
+    with pytest.raises(ConfigError, match=named):
         check_replayable(parse_config(raw, "test"))

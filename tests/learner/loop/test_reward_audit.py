@@ -1,4 +1,4 @@
-"""The audit of rewards: its test by hand, 200 drawn fleets, and its part in a step."""
+"""The audit of rewards: its test by hand, drawn fleets, and its part in a step."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from async_rl.queue.core.groups import fits_filter
 from async_rl.queue.messages import Batch, TakenGroup
 from async_rl.records import Group, Prompt
 from async_rl.run.directory import RunDir
+from tests.examples import is_full
 from tests.learner.loop.test_parity import FakeQueue, make_group
 from tests.learner.tiny import tiny_config
 
@@ -42,8 +43,8 @@ def test_the_mean_factor_of_an_honest_answer_is_at_most_1():
         for p in (0.0, 0.1, (1 - tolerated) / 2):
             mean = (p + tolerated) * REFUTED + p * WITHDRAWN + (1 - 2 * p - tolerated) * OTHER
             assert mean <= 1 + 1e-12
-    # By hand: (2 - 1.02 * 1.9) / 0.98 and (1 - 0.02 * 1.9) / 0.98.
-    assert (round(WITHDRAWN, 4), round(OTHER, 4)) == (0.0633, 0.9816)
+    # By hand: (2 - 1.02 * 1.9) / 0.98 and (1 - 0.02 * 1.9) / 0.98. A false alarm is one in a million runs'.
+    assert (round(WITHDRAWN, 4), round(OTHER, 4), round(math.exp(ALARM))) == (0.0633, 0.9816, 1_000_000)
 
 
 def test_one_that_forges_every_grade_is_found_at_its_22nd_group():
@@ -51,8 +52,8 @@ def test_one_that_forges_every_grade_is_found_at_its_22nd_group():
     test = GradeTest()
     said = [test.add(Regraded("g", 8, 8, example="row 3: 1 claimed, 0 found")) for _ in range(22)]
     assert [bool(why) for why in said] == [False] * 21 + [True]
-    assert "of 176 answers in 22 groups, the learner graded 176 otherwise, twice with the same result (2%" in said[-1]
-    assert said[-1].endswith("such as row 3: 1 claimed, 0 found")
+    assert "of 176 answers in 22 groups, the learner graded 176 otherwise" in said[-1]
+    assert "row 3: 1 claimed, 0 found" in said[-1]
     # After that it begins anew: who is lifted is not found again for the old groups.
     assert test.add(Regraded("g", 8, 8)) == ""
 
@@ -63,14 +64,12 @@ def test_no_mix_of_grades_is_an_error(group: tuple[int, int]):
     test = GradeTest()
     for _ in range(100):
         test.add(Regraded("forger", *group))
-        assert not test.add(Regraded("honest", 4, 0))
-        assert not test.add(Regraded("withdrawn", 4, 0, 4))
-        assert not test.add(Regraded("failed", 0, num_failed=4))
+        for honest in (Regraded("honest", 4, 0), Regraded("withdrawn", 4, 0, 4), Regraded("failed", 0, num_failed=4)):
+            assert not test.add(honest)
 
 
 def test_a_rate_of_chance_is_nobodys_lie():
     # A coin: a quarter of the answers is refuted and a quarter withdrawn. ln of the mean factor is below 0.
-    assert math.log((REFUTED + WITHDRAWN + 2 * OTHER) / 4) < 0
     test = GradeTest()
     assert not any(test.add(Regraded("g", 4, 1, 1, 1)) for _ in range(10_000))
 
@@ -124,8 +123,8 @@ class Fleet:
         return {who for who in everyone if any(test.add(one) for one in trained[who])}
 
 
-def test_of_200_drawn_fleets_no_honest_one_is_found_and_every_forger_that_can_be_judged():
-    for seed in range(200):
+def test_of_drawn_fleets_no_honest_one_is_found_and_every_forger_that_can_be_judged():
+    for seed in range(200 if is_full() else 40):
         fleet = Fleet(seed)
         found = fleet.found(200)
         assert not found & set(fleet.honest), seed
@@ -139,7 +138,6 @@ class Graded:
 
     def __init__(self, found: Mapping[str, Regraded]) -> None:
         self.found, self.given, self.num_left_out = found, list[str](), 0
-        self.is_closed = False
 
     def submit(self, groups: Sequence[TakenGroup]) -> None:
         self.given += [item.group.generator_id for item in groups]
@@ -148,15 +146,14 @@ class Graded:
         done, self.given = self.given, []
         return [self.found[who] for who in done]
 
-    def close(self) -> None:
-        self.is_closed = True
+    def close(self) -> None: ...
 
 
 class Scene:
-    def __init__(self, tmp_path: Path, found: Mapping[str, Regraded], *, share: float = 1.0) -> None:
+    def __init__(self, tmp_path: Path, found: Mapping[str, Regraded]) -> None:
         self.queue, self.regrader, self.run_dir = FakeQueue(), Graded(found), RunDir(tmp_path)
         self.part = RewardAudit(
-            share, TrainerState(version=3), cast(LearnerQueue, self.queue), self.run_dir,
+            1.0, TrainerState(version=3), cast(LearnerQueue, self.queue), self.run_dir,
             cast(Regrader, self.regrader),
         )  # fmt: skip
 
@@ -184,33 +181,7 @@ def test_a_forger_is_quarantined_and_the_step_does_not_train_on_it(tmp_path: Pat
     }  # fmt: skip
 
 
-def test_what_cant_be_audited_is_said_once(tmp_path: Path):
-    found = {"g": Regraded("g", 1, num_unsteady=1, num_failed=1, error="OSError: no words.txt")}
-    scene = Scene(tmp_path, found)
-    for _ in range(4):
-        scene.step(make_group("g", 3))
-    said = scene.run_dir.notes.read_text().splitlines()
-    assert len(said) == 2
-    assert "the reward grades an answer differently each time, so such grades are not audited" in said[0]
-    assert "an answer can't be graded again, so its reward is believed: OSError: no words.txt" in said[1]
-    assert not scene.queue.quarantined
-
-
-def test_a_share_of_the_groups_is_graded_again(tmp_path: Path):
-    scene = Scene(tmp_path, {"g": Regraded("g", 2)}, share=0.5)
-    num_graded = 0.0
-    for _ in range(50):
-        scene.step(*(make_group("g", 3, position=position) for position in range(4)))
-        num_graded += scene.row["audit/regraded"] / 2
-    # Of 196 groups 98 on average; 49 or 147 would be 7 standard deviations away.
-    assert 49 < num_graded < 147
-
-
 def test_a_reward_that_this_machine_does_not_allow_is_refused_before_the_first_step(tmp_path: Path):
     config = tiny_config(tmp_path, "model", learner={"audit_rewards": 0.1}, reward={"type": "mine.py:right"})
     with pytest.raises(ConfigError, match="allow_code"):
         build_reward_audit(config, TrainerState(), cast(LearnerQueue, None), RunDir(tmp_path), str)
-
-
-def test_the_false_alarm_bound_is_the_stated_one():
-    assert round(math.exp(ALARM)) == 1_000_000

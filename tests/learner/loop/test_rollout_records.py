@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from async_rl.run.directory import RunDir
 from async_rl.run.records.step_log import StepLog, read_rows
 from async_rl.run.records.token_columns import columns_path, read_token_columns
 from tests.learner.data.test_batch import rollout, taken
+from tests.learner.loop.scripted_run import PLAIN_STATS
 
 LOG = {"rollouts_every": 2, "rollouts_groups": "all"}
 
@@ -45,28 +47,26 @@ def update(prepared: PreparedBatch, fates: dict[int, list[int]], *, skipped: tup
         for s in prepared.sequences
         if s.is_recorded and s.sequence_id in fates
     }
-    return UpdateStats(
-        stepped=True, reason="", loss=0.0, grad_norm=1.0, lr=1.0, tokens_trained=1, ratio_mean=1.0, ratio_max=1.0,
-        clip_fraction=0.0, ess=1.0, entropy=2.0, mean_abs_log_ratio=0.0, skipped_sequence_ids=skipped, tokens=tokens,
-    )  # fmt: skip
+    return replace(PLAIN_STATS, skipped_sequence_ids=skipped, tokens=tokens)
 
 
 def record(
     path: Path,
     groups: tuple[TakenGroup, ...],
-    fates: dict[int, list[int]],
-    *,
+    *fates: dict[int, list[int]],
     skipped: tuple[int, ...] = (),
+    step: int = 3,
+    num_updates: int = 1,
     **log: object,
 ) -> StepResult:
-    """Record step 3, at version 5, in the directory ``path``."""
-    state = TrainerState(step=2, version=5)
+    """Record ``step``, at version 5, in the directory ``path``. ``fates`` has those of each update."""
+    state = TrainerState(step=step - 1, version=5)
     summaries = StepLog(RunDir(path).rollout_summaries)
     part = RolloutRecords(
         config(path, **log), state, run_dir=RunDir(path), summaries=summaries, decode=lambda ids: f"<{int(ids[-1])}>"
     )
-    prepared = part.train(prepared_of(*groups, oldest_version=2), version=5)
-    result = step_result(groups, prepared, [update(prepared, fates, skipped=skipped)], version=5)
+    prepared = part.train(prepared_of(*groups, num_updates=num_updates, oldest_version=2), version=5)
+    result = step_result(groups, prepared, [update(prepared, of, skipped=skipped) for of in fates], version=5)
     state.step += 1
     part.record(result)
     summaries.close()
@@ -93,33 +93,25 @@ def test_every_token_has_its_values_and_its_outcome(tmp_path: Path):
     assert table.texts[:3] == ["<0>", "<1>", "<2>"]
 
 
-def test_the_summary_has_every_rollout(tmp_path: Path):
-    groups = (taken(rollout(1, [4, 3, 1]), rollout(0, [5, 5]), rollout(0, [4], "length")), taken(rollout(1, [5])))
+def test_the_summary_has_every_rollout_also_one_whose_reward_is_not_finite(tmp_path: Path):
+    groups = (
+        taken(rollout(1, [4, 3, 1]), rollout(0, [5, 5]), rollout(0, [4], "length")),
+        taken(rollout(math.nan, [5])),
+    )
     result = record(tmp_path, groups, {}, skipped=(1,), rollouts_groups=1)
     (row,) = read_rows(RunDir(tmp_path).rollout_summaries)
-    assert (row["step"], row["version"], row["sizes"]) == (3, 5, [3, 1])
-    assert row["reward"] == [1, 0, 0, 1]
-    assert row["tokens"] == [3, 2, 1, 1]
-    assert row["staleness"] == [4, 0, 1, 0]
-    assert row["finish"] == ["stop", "stop", "length", "stop"]
-    assert row["cause"] == rollout_causes(result) == ["", "skip_threshold", "truncated", ""]
-
-
-def test_a_reward_that_is_not_finite_stops_no_summary(tmp_path: Path):
-    record(tmp_path, (taken(rollout(math.nan, [5]), rollout(1, [5])),), {})
-    (row,) = read_rows(RunDir(tmp_path).rollout_summaries)
-    assert row["reward"] == [None, 1]
+    causes = ["", "skip_threshold", "truncated", "invalid"]
+    assert row["cause"] == rollout_causes(result) == causes
+    expected = {
+        "step": 3, "version": 5, "sizes": [3, 1], "reward": [1, 0, 0, None], "tokens": [3, 2, 1, 1],
+        "staleness": [4, 0, 1, 0], "finish": ["stop", "stop", "length", "stop"],
+    }  # fmt: skip
+    assert {name: row[name] for name in expected} == expected
 
 
 def test_other_steps_write_no_columns_and_mark_nothing(tmp_path: Path):
-    state = TrainerState(step=1, version=5)
-    summaries = StepLog(RunDir(tmp_path).rollout_summaries)
-    part = RolloutRecords(config(tmp_path), state, run_dir=RunDir(tmp_path), summaries=summaries, decode=str)
-    prepared = prepared_of(taken(rollout(1, [5])))
-    assert part.train(prepared, version=5) is prepared
-    state.step += 1
-    part.record(step_result(prepared.groups, prepared, [update(prepared, {})], version=5))
-    summaries.close()
+    result = record(tmp_path, (taken(rollout(1, [5])),), {}, step=2)
+    assert not any(sequence.is_recorded for sequence in result.prepared.sequences)
     assert [path.name for path in (tmp_path / "rollouts").iterdir()] == ["summaries.jsonl"]
 
 
@@ -130,33 +122,18 @@ def test_the_limit_is_on_tokens_with_prompts(tmp_path: Path, limit: int, recorde
 
 
 def test_values_are_those_of_the_first_update_on_a_sequence(tmp_path: Path):
-    # Two mini-batches in one epoch: the second update is at version 6.
+    # Two epochs of two mini-batches: the second update is at version 6.
     groups = (taken(rollout(1, [5])), taken(rollout(0, [5])))
-    state = TrainerState(step=0, version=5)
-    summaries = StepLog(RunDir(tmp_path).rollout_summaries)
-    part = RolloutRecords(config(tmp_path), state, run_dir=RunDir(tmp_path), summaries=summaries, decode=str)
-    prepared = part.train(prepared_of(*groups, num_updates=2), version=5)
-    updates = [update(prepared, {0: [0]}), update(prepared, {1: [0]})] * 2
-    state.step += 1
-    part.record(step_result(groups, prepared, updates, version=5))
-    summaries.close()
+    record(tmp_path, groups, {0: [0]}, {1: [0]}, {0: [0]}, {1: [0]}, step=1, num_updates=2)
     table = read_token_columns(columns_path(tmp_path / "rollouts" / "step-000001.jsonl"))
     assert table.places["learner_version"].tolist() == [5, 6]
 
 
-def test_tokens_that_share_a_character_are_decoded_together():
+def test_tokens_that_share_a_character_are_decoded_together_and_no_space_is_lost_that_a_decoder_drops():
     pieces = {1: b"a", 2: "é".encode()[:1], 3: "é".encode()[1:], 4: b" b", 5: "é".encode()[:1]}
 
     def decode(ids: np.ndarray) -> str:
-        return b"".join(pieces[int(i)] for i in ids).decode("utf-8", "replace")
+        return b"".join(pieces[int(i)] for i in ids).decode("utf-8", "replace").lstrip()
 
-    assert TokenTexts(decode).of([np.array([1, 2, 3, 4]), np.array([5])]) == ["a", "", "é", " b", "\ufffd"]
-
-
-def test_a_space_that_a_decoder_drops_at_the_beginning_is_kept():
-    words = {1: "so", 2: " it", 3: " is"}
-
-    def decode(ids: np.ndarray) -> str:
-        return "".join(words[int(i)] for i in ids).lstrip()
-
-    assert TokenTexts(decode).of([np.array([1, 2, 3])]) == ["so", " it", " is"]
+    texts = TokenTexts(decode).of([np.array([1, 2, 3, 4]), np.array([5])])
+    assert texts == ["a", "", "é", " b", "\ufffd"]

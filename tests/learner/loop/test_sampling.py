@@ -15,10 +15,9 @@ from async_rl.learner.loop.step_result import StepResult, step_result
 from async_rl.learner.sampling import SamplingOrder, sampler_id
 from async_rl.queue.messages import TakenGroup
 from async_rl.records import Group, Lease
-from async_rl.run.records.step_log import read_rows
 from tests.generator.leases import make_lease
 from tests.learner.loop.direct_queue import DirectQueue
-from tests.learner.loop.test_trainer import ScriptedEngine, answered, make_run
+from tests.learner.loop.scripted_run import ScriptedEngine, answered, make_run
 from tests.queue.builders import group
 
 
@@ -47,13 +46,16 @@ class LoggedEngine:
         self.num_updates += len(new)
 
 
-def test_the_ranks_sample_in_every_wait_and_in_nothing_else(tmp_path: Path):
-    # Two steps: the first evaluation, a wait and an update for each step, the last evaluation.
-    run = make_run(tmp_path, learner={"steps": 2})
+def test_the_ranks_sample_in_every_wait_and_in_nothing_else_with_the_version_that_they_have(tmp_path: Path):
+    # Three steps, of which the second is skipped: the first evaluation, a wait and an update for each step, the last
+    # evaluation.
+    run = make_run(tmp_path, learner={"steps": 3}, eval={"every": 0})
+    run.engine.stepped = [True, False, True]
     engine = LoggedEngine(run.engine)
     run.start(sampling=engine)
-    assert engine.log == [0, "stop", 0, "stop", "update of 0", 1, "stop", "update of 1", 2, "stop"]
-    assert [order.digest for order in engine.orders] == ["digest-0", "digest-0", "digest-1", "digest-2"]
+    updates = [0, "stop", "update of 0", 1, "stop", "update of 1", 1, "stop", "update of 1"]
+    assert engine.log == [0, "stop", *updates, 2, "stop"]
+    assert [order.digest for order in engine.orders] == [f"digest-{version}" for version in (0, 0, 1, 1, 2)]
     assert {(order.address, len(order.lineage)) for order in engine.orders} == {("tcp://q:1", 12)}
 
 
@@ -64,19 +66,10 @@ def test_nothing_is_sampled_for_a_batch_that_is_there_already(tmp_path: Path, mo
     run.start(sampling=engine)
     # Only in the evaluations before the first and after the last step.
     assert [order.version for order in engine.orders] == [0, 2]
-    rows = [row for row in read_rows(run.path / "metrics.jsonl") if "version" in row]
-    assert [row["idle/learner_used"] for row in rows] == [0.0, 0.0]
+    assert [row["idle/learner_used"] for row in run.rows] == [0.0, 0.0]
 
 
-def test_a_skipped_step_samples_on_with_its_version(tmp_path: Path):
-    run = make_run(tmp_path, learner={"steps": 3}, eval={"every": 0})
-    run.engine.stepped = [False, True, True]
-    engine = LoggedEngine(run.engine)
-    run.start(sampling=engine)
-    assert [order.version for order in engine.orders] == [0, 0, 0, 1, 2]
-
-
-def test_ranks_stop_when_the_learner_is_asked_to_stop(tmp_path: Path):
+def test_ranks_stop_when_the_learner_fails(tmp_path: Path):
     run = make_run(tmp_path)
     engine = LoggedEngine(run.engine)
 
@@ -95,37 +88,25 @@ def result_of(taken: list[TakenGroup]) -> StepResult:
     return step_result(tuple(taken), nothing, [], version=0)
 
 
-def test_the_metrics_count_what_the_learner_sampled_of_the_step():
-    # Two answers of three tokens each in a group; two of the three groups are the learner's.
+def test_the_metrics_count_what_the_learner_sampled_of_the_step_and_the_share_of_rank_0s_wait(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    # Two answers of three tokens each in a group; two of the three groups are the learner's. Two waits of 10 s; rank 0
+    # is busy for 4 s in the first, and for 1 s in the second.
     owners = (sampler_id(0, "now"), sampler_id(1, "an earlier start"), "generator-0")
     lease = make_lease("a")
     taken = [TakenGroup(group(lease, generator=owner), lease.prompt, 0.0, 0) for owner in owners]
-    sampling = IdleSampling(LoggedEngine(), address="", lineage="now")
-    assert sampling.record(result_of(taken)) == {
-        "learner_sampled/groups": 2, "learner_sampled/tokens": 2 * 2 * 3, "idle/learner_used": 0.0
-    }  # fmt: skip
-
-
-def test_the_used_share_of_a_wait_is_that_of_rank_0(monkeypatch: pytest.MonkeyPatch):
-    # Two waits of 10 s; rank 0 is busy for 4 s in the first, and for 1 s in the second.
-    clock = iter([0.0, 10.0, 50.0, 60.0])
+    clock, busy = iter([0.0, 10.0, 50.0, 60.0]), iter([4.0, 5.0])
     monkeypatch.setattr("async_rl.learner.loop.idle_sampling.time.monotonic", lambda: next(clock))
-    busy = iter([4.0, 5.0])
 
     class Busy(LoggedEngine):
         def stop_sampling(self) -> float:
             return next(busy)
 
     sampling = IdleSampling(Busy(), address="", lineage="now")
-    used: list[float] = []
-    for _ in range(2):
+    for of, groups, used in ((taken, 2, 0.4), ([], 0, 0.1)):
         with sampling.while_waiting(Published(0, "digest")):
             pass
-        used.append(sampling.record(result_of([]))["idle/learner_used"])
-    assert used == pytest.approx([0.4, 0.1])
-
-
-def test_a_run_without_such_a_learner_has_no_such_metrics(tmp_path: Path):
-    run = make_run(tmp_path, learner={"steps": 1}, eval={"every": 0})
-    run.start()
-    assert not any("learner_sampled/groups" in row for row in read_rows(run.path / "metrics.jsonl"))
+        assert sampling.record(result_of(of)) == pytest.approx(
+            {"learner_sampled/groups": groups, "learner_sampled/tokens": groups * 2 * 3, "idle/learner_used": used}
+        )

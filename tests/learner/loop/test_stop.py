@@ -11,8 +11,7 @@ import pytest
 
 from async_rl.errors import StoppedError
 from async_rl.learner.checkpoints.files import latest_checkpoint
-from async_rl.run.records.step_log import read_rows
-from tests.learner.loop.test_trainer import Run, make_run
+from tests.learner.loop.scripted_run import Run, make_run
 
 NUM_STEPS = 5
 
@@ -20,7 +19,7 @@ NUM_STEPS = 5
 class Signal:
     """SIGTERM arrives right before the request ``wanted`` of the learner at ``at_step``."""
 
-    def __init__(self, wanted: str, at_step: int) -> None:
+    def __init__(self, wanted: str = "", at_step: int = -1) -> None:
         self._place, self.signum = (wanted, at_step), 0
 
     def before(self, request: str, step: int) -> None:
@@ -28,21 +27,11 @@ class Signal:
             self.signum = signal.SIGTERM
 
 
-def stopped(run: Run, wanted: str, at_step: int) -> str:
+def stopped(run: Run, came: Signal) -> str:
     """Why this start ended."""
-    came = Signal(wanted, at_step)
     with pytest.raises(StoppedError) as stopping:
         run.start(came.before, stop_signal=lambda: came.signum)
     return str(stopping.value)
-
-
-def trained_positions(run: Run) -> list[int]:
-    return [position for row in read_rows(run.path / "trained.jsonl") for position, _ in row["groups"]]
-
-
-def saved_step(run: Run) -> str:
-    checkpoint = latest_checkpoint(run.path)
-    return "none" if checkpoint is None else checkpoint.name
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
@@ -65,31 +54,23 @@ def test_a_stopped_learner_loses_no_trained_step_and_trains_nothing_twice(
     tmp_path: Path, wanted: str, at_step: int, saved: str, every: int, asynchronous: bool
 ):
     run = make_run(tmp_path, checkpoint={"every": every, "asynchronous": asynchronous})
-    why = stopped(run, wanted, at_step)
-    assert saved_step(run) == saved
+    why = stopped(run, Signal(wanted, at_step))
+    checkpoint = latest_checkpoint(run.path)
+    assert saved == ("none" if checkpoint is None else checkpoint.name)
     assert ("starts over" if saved == "none" else f"resumes from {saved}") in why
     state = run.start()
     assert (state.step, run.steps) == (NUM_STEPS, list(range(1, NUM_STEPS + 1)))
     assert run.evals == [0, 2, 4, 5]
     # Two groups a step, in the order of the stream. No optimizer step was made in vain.
-    assert trained_positions(run) == list(range(2 * NUM_STEPS))
-    assert len(run.engine.versions) == NUM_STEPS
-    assert run.queue_state.stats().ledger["groups"]["trained"] == 2 * NUM_STEPS
-
-
-def test_a_learner_may_be_stopped_after_every_step(tmp_path: Path):
-    run = make_run(tmp_path, checkpoint={"every": 0})
-    for step in range(NUM_STEPS):
-        assert f"saved at step {step + 1};" in stopped(run, "ack", step)
-    run.start()
-    assert (run.steps, trained_positions(run)) == (list(range(1, NUM_STEPS + 1)), list(range(2 * NUM_STEPS)))
-    assert len(run.engine.versions) == NUM_STEPS
+    assert run.all_positions == list(range(2 * NUM_STEPS))
+    assert len(run.engine.calls) == NUM_STEPS
+    assert run.ledger["groups"]["trained"] == 2 * NUM_STEPS
 
 
 def test_a_step_of_several_updates_is_finished_once_it_has_begun(tmp_path: Path):
     # Two updates a batch: the signal comes with the first of the second step's.
     run = make_run(tmp_path, learner={"steps": 3, "updates_per_batch": 2}, queue={"max_staleness": 2})
-    came = Signal("", -1)
+    came = Signal()
     update: Callable[..., object] = run.engine.update
 
     def update_and_signal(*arguments: Any, version: int) -> object:
@@ -98,15 +79,14 @@ def test_a_step_of_several_updates_is_finished_once_it_has_begun(tmp_path: Path)
         return update(*arguments, version=version)
 
     run.engine.update = update_and_signal  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(StoppedError, match="saved at step 2"):
-        run.start(stop_signal=lambda: came.signum)
+    assert "saved at step 2;" in stopped(run, came)
     assert run.engine.versions == [0, 1, 2, 3]
     assert run.weights.published == [0, 2]  # a restart publishes the last version
 
 
 def test_a_stop_while_a_staging_buffer_is_awaited_leaves_the_step_recorded(tmp_path: Path):
     run = make_run(tmp_path, checkpoint={"every": 0})
-    came, publish = Signal("", -1), run.weights.publish
+    came, publish = Signal(), run.weights.publish
 
     def wait_for_a_buffer(lineage: str, version: int, *arguments: object, **options: object) -> object:
         if version == 2:
@@ -115,7 +95,5 @@ def test_a_stop_while_a_staging_buffer_is_awaited_leaves_the_step_recorded(tmp_p
         return publish(lineage, version, *arguments, **options)  # pyright: ignore[reportArgumentType]
 
     run.weights.publish = wait_for_a_buffer  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(StoppedError, match="saved at step 2"):
-        run.start(stop_signal=lambda: came.signum)
-    assert run.steps == [1, 2]
-    assert run.weights.published == [0, 1]
+    assert "saved at step 2;" in stopped(run, came)
+    assert (run.steps, run.weights.published) == ([1, 2], [0, 1])
