@@ -1,6 +1,7 @@
 """Taken groups to sequences: masks and their causes, staleness, and the facts for the ledger."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,53 +11,42 @@ from msgspec import structs
 from async_rl.config.distill import DistillConfig
 from async_rl.config.loss import LossConfig
 from async_rl.errors import StaleRolloutError
-from async_rl.learner.data.batch import prepare_batch
+from async_rl.learner.data.batch import PreparedBatch, prepare_batch
 from async_rl.learner.data.packing import pack
-from async_rl.learner.loop.staleness import check_staleness, staleness_summary
+from async_rl.learner.loop.staleness import StalenessSummary, check_staleness, staleness_summary
 from async_rl.learner.loop.step_result import teacher_metrics, trained_counts
 from async_rl.learner.losses.advantages import with_advantages
-from async_rl.queue.messages import TakenGroup, TrainedCounts
+from async_rl.queue.messages import TakenGroup
 from async_rl.records import FinishReason, Group, Prompt, Rollout, TeacherScores, TokenSequence
 from async_rl.routes import RoutingShape
 from async_rl.sampling_mask import SamplingMask, pack_ids
 
 
-def rollout(reward: float, versions: list[int], finish: FinishReason = "stop") -> Rollout:
+def rollout(reward: float, versions: list[int], finish: FinishReason = "stop", *, logprob: float = -1.0) -> Rollout:
     """Two prompt tokens, then one sampled token a version."""
     num = len(versions)
     sequence = TokenSequence(
         token_ids=np.arange(num + 2, dtype=np.int32),
-        loss_mask=np.array([False, False] + [True] * num),
-        behavior_logprobs=np.full(num + 2, -1.0, dtype=np.float32),
+        loss_mask=np.arange(num + 2) >= 2,
+        behavior_logprobs=np.full(num + 2, logprob, dtype=np.float32),
         versions=np.array([-1, -1, *versions], dtype=np.int32),
     )
     return Rollout((sequence,), {"correct": reward}, reward, finish)
 
 
-def taken(*rollouts: Rollout, arrival: int = 3, masked: bool = False, digest: str = "good") -> TakenGroup:
-    group = Group("lease", "train", 0, "generator", "lineage", 0.7, rollouts, {0: digest})
-    return TakenGroup(group, Prompt(0, 0, 0, (), {}), 0.0, arrival, masked)
+def taken(
+    *rollouts: Rollout, arrival: int = 3, masked: bool = False, digest: str = "good", position: int = 0
+) -> TakenGroup:
+    group = Group("lease", "train", position, "g", "lineage", 0.7, rollouts, {0: digest})
+    return TakenGroup(group, Prompt(position, 0, 0, (), {}), 0.0, arrival, masked)
 
 
-def prepare(
-    *groups: TakenGroup,
-    num_updates: int = 1,
-    oldest_version: int | None = None,
-    max_tokens: int | None = None,
-    routing: RoutingShape | None = None,
-    distill: DistillConfig | None = None,
-):
-    return prepare_batch(
-        groups,
-        mask_truncated=True,
-        num_updates=num_updates,
-        oldest_version=oldest_version,
-        max_tokens=max_tokens,
-        routing=routing,
-        distill=distill,
-        vocab_size=None if distill is None else 50,
-        known_weights=lambda group: group.weights_digest[0] == "good",
-    )
+def prepare(*groups: TakenGroup, **settings: Any) -> PreparedBatch:
+    plain: dict[str, Any] = {
+        "num_updates": 1, "mask_truncated": True, "vocab_size": None if settings.get("distill") is None else 50,
+        "known_weights": lambda group: group.weights_digest[0] == "good",
+    }  # fmt: skip
+    return prepare_batch(groups, **plain | settings)
 
 
 def test_every_masked_rollout_has_its_first_cause():
@@ -69,75 +59,54 @@ def test_every_masked_rollout_has_its_first_cause():
     assert [s.sequence_id for s in prepared.mini_batches[0]] == [0]
 
 
-def test_a_stale_rollout_still_counts_in_its_group_s_baseline():
-    # Rewards 1 and 0: mean 0.5, unbiased std sqrt(0.5) = 0.70711; (1 - 0.5) / (0.70711 + 1e-4) = 0.70701.
-    prepared = prepare(taken(rollout(1, [3]), rollout(0, [0])), oldest_version=2)
-    assert prepared.masked == {1: "stale"}
-    trained = with_advantages(prepared, LossConfig()).mini_batches[0][0]
-    np.testing.assert_allclose(trained.advantages, [0, 0, 0.70701], atol=1e-5)
+Counts = tuple[int, dict[str, int], int, dict[str, int]]
 
 
-def test_an_answer_longer_than_a_micro_batch_is_masked_and_the_rest_of_its_group_is_trained(
-    caplog: pytest.LogCaptureFixture,
-):
+def counts(prepared: PreparedBatch, skipped: Sequence[int] = (), **keys: Any) -> Counts:
+    """Rollouts and tokens that were trained, and those that were masked, by cause."""
+    facts = trained_counts(prepared, skipped, stepped=keys.pop("stepped", [True]), **keys)
+    return facts.rollouts_trained, dict(facts.rollouts_masked), facts.tokens_trained, dict(facts.tokens_masked)
+
+
+def test_an_answer_longer_than_a_micro_batch_is_masked_and_the_rest_of_its_group_is_trained():
     # 2 prompt tokens: 4 tokens, then 5, then one answer of two sequences of which the second has 6.
     turns = Rollout((*rollout(0, [0]).sequences, *rollout(0, [0] * 4).sequences), {"correct": 0.0}, 0.0, "stop")
     prepared = prepare(taken(rollout(1, [0, 0]), rollout(0, [0, 0, 0]), turns), max_tokens=4)
     assert prepared.masked == {1: "too_long", 2: "too_long"}
-    assert "expected at most learner.max_tokens x parallel.sequence = 4 tokens, got up to 6" in caplog.text
-    assert trained_counts(prepared, [], stepped=[True]) == TrainedCounts(
-        stepped=True,
-        rollouts_trained=1,
-        rollouts_masked={"too_long": 2},
-        tokens_trained=2,
-        tokens_masked={"too_long": 8},
-    )
+    assert counts(prepared) == (1, {"too_long": 2}, 2, {"too_long": 8})
     # Their rewards count: 1, 0, 0 have the mean 1/3 and the unbiased std 0.57735; 0.66667 / 0.57745 = 1.15450.
     (trained,) = with_advantages(prepared, LossConfig()).mini_batches[0]
     np.testing.assert_allclose(trained.advantages, [0, 0, 1.15450, 1.15450], atol=1e-5)
-    assert prepare(taken(rollout(1, [0, 0])), max_tokens=4).masked == {}
     assert prepare(taken(rollout(0, [0] * 5, "length")), max_tokens=4).masked == {0: "truncated"}
 
 
-def test_a_prepared_sequence_has_its_group_s_temperature_and_no_advantage_yet():
-    (sequence,) = prepare(taken(rollout(1, [0, 0]))).mini_batches[0]
-    assert sequence.temperature == 0.7
-    assert sequence.advantages.tolist() == [0.0] * 4
-
-
-def test_rewards_accuracies_and_lengths_are_those_of_all_rollouts_group_after_group():
-    prepared = prepare(taken(rollout(1, [0, 0]), rollout(0, [0], "error")), taken(rollout(0.5, [0])))
-    assert prepared.group_sizes == (2, 1)
-    assert prepared.rewards.tolist() == prepared.accuracies.tolist() == [1.0, 0.0, 0.5]
-    assert prepared.rollout_tokens == (2, 1, 1)
-
-
-def test_a_batch_is_cut_in_order_into_equal_updates():
-    groups = [taken(rollout(1, [0]), rollout(0, [0])) for _ in range(4)]
+def test_a_batch_is_cut_in_order_into_equal_updates_and_has_the_rewards_and_lengths_of_all_rollouts():
+    groups = [taken(rollout(0.5, [0, 0]), rollout(0, [0])), taken(rollout(0, [0], "error"), rollout(1, [0]))]
     prepared = prepare(*groups, num_updates=2)
-    assert [[s.sequence_id for s in update] for update in prepared.mini_batches] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [[s.sequence_id for s in update] for update in prepared.mini_batches] == [[0, 1], [2]]
+    assert prepared.group_sizes == (2, 2)
+    assert prepared.rewards.tolist() == prepared.accuracies.tolist() == [0.5, 0.0, 0.0, 1.0]
+    assert prepared.rollout_tokens == (2, 1, 1, 1)
+    assert {s.temperature for s in prepared.sequences} == {0.7}
 
 
-def test_staleness_splits_into_flight_and_queue():
-    # Trained at 5: ages 4, 3, 2 (mean 3, max 4). It arrived at version 3, so 2 each in the queue and 2, 1, 0 in flight.
-    groups = [taken(rollout(1, [1, 2, 3]), rollout(0, [0, 0], "length"))]
-    summary = staleness_summary(prepare(*groups), versions=[5])
-    assert (summary.mean, summary.max) == (3.0, 4)
-    assert (summary.in_flight_mean, summary.in_queue_mean) == (1.0, 2.0)
-
-
-def test_a_token_sampled_after_the_last_announcement_spent_no_time_in_flight():
-    # Arrived when version 3 was the newest announced; sampled with 4, trained at 5: all of its age is queue time.
-    groups = [taken(rollout(1, [4]))]
-    summary = staleness_summary(prepare(*groups), versions=[5])
-    assert (summary.mean, summary.in_flight_mean, summary.in_queue_mean) == (1.0, 0.0, 1.0)
-
-
-def test_the_second_update_of_a_batch_is_a_version_later():
-    # Sampled at 3 and 3, trained at 5 and at 6: ages 2 and 3.
-    groups = [taken(rollout(1, [3])), taken(rollout(1, [3]))]
-    summary = staleness_summary(prepare(*groups, num_updates=2), versions=[5, 6])
-    assert (summary.mean, summary.max) == (2.5, 3)
+@pytest.mark.parametrize(
+    ("groups", "num_updates", "mean", "oldest", "in_flight", "in_queue"),
+    [
+        # Trained at 5: ages 4, 3, 2. It arrived at version 3, so 2 each in the queue and 2, 1, 0 in flight.
+        ([[1, 2, 3]], 1, 3.0, 4, 1.0, 2.0),
+        # Sampled with 4, which was not announced when it arrived: all of its age is queue time.
+        ([[4]], 1, 1.0, 1, 0.0, 1.0),
+        # Sampled at 3 and 3, trained at 5 and at 6.
+        ([[3], [3]], 2, 2.5, 3, 0.0, 2.5),
+    ],
+)
+def test_staleness_splits_into_flight_and_queue(
+    groups: list[list[int]], num_updates: int, mean: float, oldest: int, in_flight: float, in_queue: float
+):
+    prepared = prepare(*(taken(rollout(1, versions)) for versions in groups), num_updates=num_updates)
+    found = staleness_summary(prepared, versions=range(5, 5 + num_updates))
+    assert found == StalenessSummary(mean, oldest, in_flight, in_queue)
 
 
 def test_the_learner_refuses_a_token_one_version_above_the_bound_and_takes_one_at_it():
@@ -153,46 +122,28 @@ def test_tokens_above_the_bound_leave_the_loss_and_a_rollout_without_others_leav
     assert prepared.masked == {1: "stale"}
     assert prepared.mini_batches[0][0].loss_mask.tolist() == [False, False, False, True, True]
     check_staleness(prepared, version=5, max_staleness=2)
-    assert trained_counts(prepared, [], stepped=[True]) == TrainedCounts(
-        stepped=True,
-        rollouts_trained=1,
-        rollouts_masked={"stale": 1},
-        tokens_trained=2,
-        tokens_masked={"stale": 3},
-    )
-    assert staleness_summary(prepared, versions=[5]).max == 2
+    assert counts(prepared) == (1, {"stale": 1}, 2, {"stale": 3})
+    # It still counts in the baseline: mean 0.5, unbiased std sqrt(0.5) = 0.70711; 0.5 / (0.70711 + 1e-4) = 0.70701.
+    trained = with_advantages(prepared, LossConfig()).mini_batches[0][0]
+    np.testing.assert_allclose(trained.advantages[3:], [0.70701, 0.70701], atol=1e-5)
 
 
 def test_facts_count_every_rollout_and_token_once():
-    prepared = prepare(taken(rollout(1, [0, 0]), rollout(0, [0]), rollout(0, [0] * 5, "length")))
-    assert trained_counts(prepared, [1], stepped=[True]) == TrainedCounts(
-        stepped=True,
-        rollouts_trained=1,
-        rollouts_masked={"truncated": 1, "skip_threshold": 1},
-        tokens_trained=2,
-        tokens_masked={"truncated": 5, "skip_threshold": 1},
-    )
-
-
-def test_single_tokens_outside_the_token_range_are_masked_and_their_rollout_is_trained():
-    prepared = prepare(taken(rollout(1, [0, 0, 0]), rollout(0, [0])))
-    facts = trained_counts(prepared, [1], stepped=[True], out_of_range=2)
-    assert (facts.rollouts_trained, facts.tokens_trained) == (1, 1)
-    assert facts.tokens_masked == {"skip_threshold": 1, "token_range": 2}
-    own = trained_counts(prepared, [1], stepped=[True], out_of_range=2, has_own_loss=True)
-    assert (own.rollouts_masked, own.tokens_masked) == ({"loss_function": 1}, {"loss_function": 3})
+    prepared = prepare(taken(rollout(1, [0, 0, 0]), rollout(0, [0]), rollout(0, [0] * 5, "length")))
+    left_out = {"truncated": 5, "skip_threshold": 1}
+    assert counts(prepared, [1]) == (1, {"truncated": 1, "skip_threshold": 1}, 3, left_out)
+    # Single tokens are masked, and their rollout is trained.
+    _, _, *tokens = counts(prepared, [1], out_of_range=2)
+    assert tokens == [1, {**left_out, "token_range": 2}]
+    _, rollouts, *tokens = counts(prepared, [1], out_of_range=2, has_own_loss=True)
+    assert (rollouts, tokens) == ({"truncated": 1, "loss_function": 1}, [1, {"truncated": 5, "loss_function": 3}])
 
 
 def test_what_a_skipped_update_held_was_not_trained():
     groups = [taken(rollout(1, [0, 0]), rollout(0, [0], "length")), taken(rollout(1, [0] * 4), rollout(0, [0]))]
     prepared = prepare(*groups, num_updates=2)  # sequence 0, then 1 and 2
-    assert trained_counts(prepared, [2], stepped=[True, False]) == TrainedCounts(
-        stepped=True,
-        rollouts_trained=1,
-        rollouts_masked={"truncated": 1, "step_skipped": 1, "skip_threshold": 1},
-        tokens_trained=2,
-        tokens_masked={"truncated": 1, "step_skipped": 4, "skip_threshold": 1},
-    )
+    rollouts, tokens = ({"truncated": 1, "step_skipped": of_step, "skip_threshold": 1} for of_step in (1, 4))
+    assert counts(prepared, [2], stepped=[True, False]) == (1, rollouts, 2, tokens)
     assert trained_counts(prepared, [], stepped=[False, False]).tokens_trained == 0
 
 
@@ -201,14 +152,10 @@ def test_sampling_masks_go_to_the_learner_and_leave_with_stale_tokens():
     young = rollout(1.0, [0, 2, 2])
     kept = pack_ids(np.array([1, 2, 3]), np.array([2, 2, 3, 2, 3, 4], np.int32), vocab_size=200)
     chosen = structs.replace(young, sequences=(structs.replace(young.sequences[0], sampling_mask=kept),))
-    (whole,), (cut,), (plain,) = (
-        prepare(taken(r), oldest_version=oldest).mini_batches[0] for r, oldest in ((chosen, 0), (chosen, 1), (young, 1))
-    )
-    assert whole.sampling_mask is not None
-    assert cut.sampling_mask is not None
-    assert (whole.sampling_mask.sizes.tolist(), whole.sampling_mask.words.tolist()) == ([1, 2, 3], [2, 2, 3, 2, 3, 4])
-    assert (cut.sampling_mask.sizes.tolist(), cut.sampling_mask.words.tolist()) == ([2, 3], [2, 3, 2, 3, 4])
-    assert plain.sampling_mask is None
+    for oldest, sizes, words in ((0, [1, 2, 3], [2, 2, 3, 2, 3, 4]), (1, [2, 3], [2, 3, 2, 3, 4])):
+        (found,) = prepare(taken(chosen), oldest_version=oldest).sequences
+        assert found.sampling_mask is not None
+        assert (found.sampling_mask.sizes.tolist(), found.sampling_mask.words.tolist()) == (sizes, words)
 
 
 @pytest.mark.parametrize(
@@ -258,11 +205,7 @@ def test_a_rollout_that_cant_be_trained_is_masked_as_invalid_and_its_neighbour_i
     broken = structs.replace(fine, **changes)
     reward = {"correct": 1.0 if changes else float("nan")}
     rollouts = (Rollout((broken,), reward, 1.0, "stop"), Rollout((fine,), {"correct": 1.0}, 1.0, "stop"))
-    group = Group("lease", "train", 0, "g0", "lineage", 1.0, rollouts)
-    prepared = prepare_batch(
-        [TakenGroup(group, Prompt(0, 0, 0, (), {}), 0.0, 0)], mask_truncated=False, num_updates=1,
-        known_weights=lambda group: True, vocab_size=50,
-    )  # fmt: skip
+    prepared = prepare(taken(*rollouts), vocab_size=50)
     assert prepared.masked == {0: "invalid"}
     assert [sequence.token_ids.tolist() for sequence in prepared.sequences] == [[1, 2, 3]]
     assert prepared.rewards.tolist() == [0.0, 1.0]
@@ -308,7 +251,6 @@ def test_a_rollout_that_its_teacher_did_not_score_is_invalid(unfit: Rollout):
 def test_the_distance_from_the_teacher_is_the_mean_log_ratio_of_the_sampled_tokens():
     # Behavior -1 everywhere; the teacher's -0.5 and 2.5 and, alone, -0.5: mean of -0.5, -3.5, -0.5.
     metrics = teacher_metrics([taught([0, 0]), taught([0]), rollout(1, [0])])
-    assert metrics["distill/kl"] == pytest.approx(-1.5)
-    expected = np.exp([0.5, 1.5, 3.5, 4.5, 0.5, 1.5]).sum() / 3
-    assert metrics["distill/top_k_mass"] == pytest.approx(expected)
+    mass = np.exp([0.5, 1.5, 3.5, 4.5, 0.5, 1.5]).sum() / 3
+    assert metrics == pytest.approx({"distill/kl": -1.5, "distill/top_k_mass": mass})
     assert teacher_metrics([rollout(1, [0])]) == {}
