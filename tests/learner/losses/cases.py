@@ -111,14 +111,6 @@ def ragged_cases(draw: st.DrawFn, *, nonfinite: bool = True) -> Case:
     )
 
 
-def part_of(case: Case, sequences: Sequence[int]) -> Case:
-    """``case`` with only these sequences, in this order."""
-    starts = [sum(case.lengths[:i]) for i in range(len(case.lengths))]
-    at = [t for s in sequences for t in range(starts[s], starts[s] + case.lengths[s])]
-    values: Any = [[column[t] for t in at] for column in case[:-1]]
-    return Case(*values, lengths=[case.lengths[s] for s in sequences])
-
-
 def joined(first: Case, second: Case) -> Case:
     values: Any = (a + b for a, b in zip(first, second, strict=True))
     return Case(*values)

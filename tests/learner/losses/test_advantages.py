@@ -3,51 +3,54 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from async_rl.config.loss import LossConfig
 from async_rl.errors import TrainingError
-from async_rl.learner.data.batch import PreparedBatch, along_tokens, prepare_batch
+from async_rl.learner.data.batch import PreparedBatch, along_tokens
 from async_rl.learner.interface import PolicyScores
 from async_rl.learner.loop.step_result import trained_counts
-from async_rl.learner.losses.advantages import agreement, with_advantages, zero_groups
-from async_rl.queue.messages import TakenGroup
-from async_rl.records import FinishReason, Group, Prompt, Rollout, TokenSequence
+from async_rl.learner.losses.advantages import (
+    agreement,
+    best,
+    group_centred,
+    group_normalised,
+    leave_one_out,
+    length_bonuses,
+    whitened,
+    with_advantages,
+    zero_groups,
+)
+from async_rl.records import FinishReason, Rollout, TokenSequence
+from tests.learner.data import test_batch as batch
+
+ESTIMATORS = ("group_norm", "group_mean", "leave_one_out", "global_norm", "reinforce_pp")
 
 
 def rollout(
     reward: float, num_tokens: int | Sequence[int] = 1, finish: FinishReason = "stop", *, logprob: float = -1.0
 ) -> Rollout:
-    """Two prompt tokens, then the sampled ones; several sequences for several numbers."""
+    """Two prompt tokens, then the sampled ones, by version 5; several sequences for several numbers."""
     counts = [num_tokens] if isinstance(num_tokens, int) else num_tokens
-    sequences = tuple(
-        TokenSequence(
-            token_ids=np.arange(num + 2, dtype=np.int32),
-            loss_mask=np.array([False, False] + [True] * num),
-            behavior_logprobs=np.array([0.0, 0.0] + [logprob] * num, dtype=np.float32),
-            versions=np.array([-1, -1] + [5] * num, dtype=np.int32),
-        )
-        for num in counts
-    )
+    made = [batch.rollout(reward, [5] * num, finish, logprob=logprob) for num in counts]
+    sequences = tuple(sequence for one in made for sequence in one.sequences)
     return Rollout(sequences, {"correct": reward}, float(reward > 0), finish)
 
 
-def prepare(*groups: Sequence[Rollout], num_updates: int = 1, unknown: Sequence[int] = ()) -> PreparedBatch:
+def prepare(*groups: Sequence[Rollout], unknown: Sequence[int] = (), **settings: Any) -> PreparedBatch:
+    """``unknown`` are the groups of unknown weights."""
     taken = [
-        TakenGroup(Group("lease", "train", index, "g", "l", 1.0, tuple(rollouts)), Prompt(index, 0, 0, (), {}), 0.0, 5)
+        batch.taken(*rollouts, arrival=5, position=index, digest="bad" if index in unknown else "good")
         for index, rollouts in enumerate(groups)
     ]
-    return prepare_batch(
-        taken,
-        mask_truncated=True,
-        num_updates=num_updates,
-        known_weights=lambda group: group.position not in unknown,
-    )
+    return batch.prepare(*taken, **settings)
 
 
 def loss(**keys: Any) -> LossConfig:
@@ -69,66 +72,11 @@ def token_advantages(prepared: PreparedBatch) -> list[list[float]]:
     return [s.advantages[s.loss_mask].tolist() for s in prepared.sequences]
 
 
-@pytest.mark.parametrize(
-    ("keys", "expected"),
-    [
-        # Rewards [1, 0 | 2, 0, 1, 1]. Within groups: means 0.5 and 1, unbiased std sqrt(0.5) and sqrt(2 / 3).
-        ({"advantage": "group_norm"}, [0.70701, -0.70701, 1.22459, -1.22459, 0, 0]),
-        ({"advantage": "group_mean"}, [0.5, -0.5, 1, -1, 0, 0]),
-        ({"advantage": "leave_one_out"}, [1, -1, 4 / 3, -4 / 3, 0, 0]),
-        # Of the step: mean 5/6; squares (1 + 25 + 49 + 25 + 1 + 1) / 36 = 2.8333, over 5: std 0.75277.
-        ({"advantage": "global_norm"}, [0.22137, -1.10687, 1.54961, -1.10687, 0.22137, 0.22137]),
-        # Group means off, then over tokens (one each): mean 0, std sqrt((0.25 + 0.25 + 1 + 1) / 6) = 0.64550.
-        ({"advantage": "reinforce_pp"}, [0.77448, -0.77448, 1.54895, -1.54895, 0, 0]),
-    ],
-)
-def test_every_estimator_on_one_step_by_hand(keys: Mapping[str, Any], expected: list[float]):
-    step = prepare([rollout(1), rollout(0)], [rollout(2), rollout(0), rollout(1), rollout(1)])
-    got = advantages(with_advantages(step, loss(**keys)))
-    np.testing.assert_allclose([got[i] for i in range(6)], expected, atol=1e-5)
-
-
-def test_all_sequences_of_a_rollout_share_its_advantage_and_prompts_get_none():
-    step = with_advantages(prepare([rollout(1, [2, 3]), rollout(0)]), loss(advantage="group_mean"))
-    assert [s.advantages.tolist() for s in step.mini_batches[0]] == [
-        [0, 0, 0.5, 0.5],
-        [0, 0, 0.5, 0.5, 0.5],
-        [0, 0, -0.5],
-    ]
-    assert step.mini_batches[0][0].advantages.dtype == np.float32
-
-
-def test_reinforce_pp_whitens_over_tokens_of_all_updates_so_long_answers_count_more():
-    # A = 0.5 on 3 tokens, -0.5 on 1: mean 0.25, variance (3 * 0.0625 + 0.5625) / 4 = 0.1875, std 0.43301.
-    # The second update's group has no signal, but its 4 tokens count: mean 0.125, var = 1/8 - 1/64, std 0.33072.
-    step = prepare([rollout(1, 3), rollout(0, 1)], [rollout(1, 2), rollout(1, 2)], num_updates=2)
-    whole = with_advantages(step, loss(advantage="reinforce_pp"))
-    np.testing.assert_allclose(
-        [values[0] for values in token_advantages(whole)],
-        np.array([0.375, -0.625, -0.125, -0.125]) / (math.sqrt(1 / 8 - 1 / 64) + 1e-4),
-        rtol=1e-6,
-    )
-    alone = with_advantages(prepare([rollout(1, 3), rollout(0, 1)]), loss(advantage="reinforce_pp"))
-    np.testing.assert_allclose(
-        [values[0] for values in token_advantages(alone)],
-        np.array([0.25, -0.75]) / (math.sqrt(0.1875) + 1e-4),
-        rtol=1e-6,
-    )
-
-
 def test_truncated_and_failed_rollouts_do_not_count_in_the_baseline():
     # The mean of 1 and 0.5 is 0.75; with the others' -1 and 0 it would be 0.125.
     step = prepare([rollout(1), rollout(-1, 1, "length"), rollout(0.5), rollout(0, 1, "error")])
     got = advantages(with_advantages(step, loss(advantage="group_mean")))
     assert got == {0: 0.25, 2: -0.25}
-
-
-def test_a_wrong_answer_is_not_rewarded_because_others_were_cut():
-    # 1 right, 4 wrong, 3 cut and punished: over all eight the mean is -0.25, so a wrong answer would get +0.25. Over
-    # the five that ended it is 0.2, the squares 0.64 + 4 * 0.04 = 0.8, over 4: std 0.44721.
-    step = prepare([rollout(1), *[rollout(0)] * 4, *[rollout(-1, 1, "length")] * 3])
-    got = advantages(with_advantages(step, loss()))
-    np.testing.assert_allclose([got[i] for i in range(5)], [1.78845, *[-0.44711] * 4], rtol=1e-4)
 
 
 def test_groups_of_unknown_weights_stay_out_of_the_step_s_baseline():
@@ -137,14 +85,14 @@ def test_groups_of_unknown_weights_stay_out_of_the_step_s_baseline():
     assert advantages(with_advantages(step, loss(advantage="global_norm"))) == one
 
 
-@pytest.mark.parametrize("advantage", ["group_norm", "group_mean", "leave_one_out", "global_norm", "reinforce_pp"])
+@pytest.mark.parametrize("advantage", ESTIMATORS)
 def test_a_step_without_a_signal_has_zeros_and_an_empty_one_has_nothing(advantage: str):
     for group in ([rollout(0.1)], [rollout(0.1), rollout(0.1), rollout(0.1)]):
         assert set(advantages(with_advantages(prepare(group), loss(advantage=advantage))).values()) == {0.0}
-    cut = prepare([rollout(1, 1, "length"), rollout(0, 1, "length")])
-    assert with_advantages(cut, loss(advantage=advantage)).mini_batches == ((),)
     # With nothing to train on, the reference was not asked.
-    assert with_advantages(cut, loss(advantage=advantage, kl_coef=0.1, kl_placement="reward")).mini_batches == ((),)
+    cut = prepare([rollout(1, 1, "length"), rollout(0, 1, "length")])
+    settings = loss(advantage=advantage, kl_coef=0.1, kl_placement="reward")
+    assert with_advantages(cut, settings).mini_batches == ((),)
 
 
 def test_the_length_bonus_changes_the_reward_before_the_baseline():
@@ -155,37 +103,22 @@ def test_the_length_bonus_changes_the_reward_before_the_baseline():
 
 
 def test_best_k_keeps_the_best_after_the_baseline_of_all():
-    # The baseline 0.5 is of all four. Of the two best, the first 0 precedes the second.
-    step = with_advantages(
-        prepare([rollout(0), rollout(1), rollout(0), rollout(1)], [rollout(0), rollout(0)]),
-        loss(advantage="group_mean", best_k=1),
-    )
+    # The baseline 0.5 is of four. Of the two best, the first 0 precedes the second.
+    groups = [rollout(0), rollout(1), rollout(0), rollout(1)], [rollout(0), rollout(0)]
+    step = with_advantages(prepare(*groups), loss(advantage="group_mean", best_k=1))
     assert advantages(step) == {1: 0.5, 4: 0.0}
     assert step.masked == {0: "best_k", 2: "best_k", 3: "best_k", 5: "best_k"}
-
-
-def test_masked_rollouts_take_no_place_among_the_best():
-    step = prepare([rollout(2, 1, "length"), rollout(1), rollout(0), rollout(0, 1, "error")])
-    assert advantages(with_advantages(step, loss(advantage="group_mean", best_k=2))) == {1: 0.5, 2: -0.5}
+    masked = prepare([rollout(2, 1, "length"), rollout(1), rollout(0), rollout(0, 1, "error")])
+    assert advantages(with_advantages(masked, loss(advantage="group_mean", best_k=2))) == {1: 0.5, 2: -0.5}
 
 
 def test_what_best_k_leaves_out_is_accounted_for_once_with_its_stale_tokens():
-    versions = np.array([-1, 1, 5], dtype=np.int32)
     mask = np.array([False, True, True])
-    half_stale = Rollout(
-        (TokenSequence(np.arange(3, dtype=np.int32), mask, np.zeros(3, np.float32), versions),),
-        {"correct": 0.0},
-        0.0,
-        "stop",
+    sequence = TokenSequence(
+        np.arange(3, dtype=np.int32), mask, np.zeros(3, np.float32), np.array([-1, 1, 5], np.int32)
     )
-    group = Group("lease", "train", 0, "g", "l", 1.0, (half_stale, rollout(1, 3)))
-    step = prepare_batch(
-        [TakenGroup(group, Prompt(0, 0, 0, (), {}), 0.0, 5)],
-        mask_truncated=True,
-        num_updates=1,
-        known_weights=lambda group: True,
-        oldest_version=4,
-    )
+    half_stale = Rollout((sequence,), {"correct": 0.0}, 0.0, "stop")
+    step = prepare([half_stale, rollout(1, 3)], oldest_version=4)
     facts = trained_counts(with_advantages(step, loss(best_k=1)), [], stepped=[True])
     assert (facts.rollouts_trained, dict(facts.rollouts_masked)) == (1, {"best_k": 1})
     assert (facts.tokens_trained, dict(facts.tokens_masked)) == (3, {"best_k": 2})
@@ -203,17 +136,6 @@ def evenly_scored(step: PreparedBatch, *values: float) -> PreparedBatch:
     return scored(step, {i: np.full(step.sequence_tokens[i], value) for i, value in enumerate(values)})
 
 
-def test_kl_in_the_reward_is_summed_over_a_rollout_before_the_baseline():
-    # log mu = -1. Tokens 2 and 1; k1 = -1 - ref: 0.5 each and -0.25, so sums 1 and -0.25, times 0.1.
-    # Rewards 1 - 0.1 and 0 + 0.025: mean 0.4625.
-    step = prepare([rollout(1, 2), rollout(0, 1)])
-    settings = loss(advantage="group_mean", kl_coef=0.1, kl_placement="reward")
-    penalised = with_advantages(evenly_scored(step, -1.5, -0.75), settings)
-    got = advantages(penalised)
-    np.testing.assert_allclose([got[0], got[1]], [0.4375, -0.4375], rtol=1e-6)
-    assert penalised.reference_kl == pytest.approx((2 * 0.5 - 0.25) / 3)
-
-
 def policy_scored(step: PreparedBatch, *logprobs: list[float]) -> PreparedBatch:
     """``step`` with the policy's logprobs before the first update, by sequence id."""
     scores = {
@@ -225,19 +147,11 @@ def policy_scored(step: PreparedBatch, *logprobs: list[float]) -> PreparedBatch:
 
 def test_the_off_policy_baseline_weighs_answers_by_length_and_squared_ratio():
     # arXiv:2602.17616 with n = length: w = 1/2, 1, 2, 10 of 8, 2, 4 and 1 tokens: w^2 n = 2, 2, 16 and 100,
-    # b = (2 + 16) / 120 = 0.15.
-    lengths, weights = [8, 2, 4, 1], [0.5, 1.0, 2.0, 10.0]
-    step = prepare([rollout(r, n) for r, n in zip([1, 0, 1, 0], lengths, strict=True)])
-    logprobs = [[-1 + math.log(w) / n] * n for w, n in zip(weights, lengths, strict=True)]
+    # b = (2 + 16) / 120 = 0.15. The second answer has two sequences.
+    step = prepare([rollout(1, 8), rollout(0, [1, 1]), rollout(1, 4), rollout(0, 1)])
+    logprobs = [[-1 + math.log(w) / n] * n for w, n in ((0.5, 8), (1.0, 1), (1.0, 1), (2.0, 4), (10.0, 1))]
     got = advantages(with_advantages(policy_scored(step, *logprobs), loss(advantage="off_policy_optimal")))
     np.testing.assert_allclose([got[i] for i in range(4)], [0.85, -0.15, 0.85, -0.15], rtol=1e-5)
-
-
-def test_at_lag_0_the_off_policy_baseline_is_the_mean_weighted_by_length():
-    # OPO (arXiv:2505.23585): (3 * 1 + 2 * 0 + 1 * 0.5) / 6 = 3.5 / 6. The second answer has two sequences.
-    step = policy_scored(prepare([rollout(1, 3), rollout(0, [1, 1]), rollout(0.5, 1)]), [-1.0] * 3, *[[-1.0]] * 3)
-    got = advantages(with_advantages(step, loss(advantage="off_policy_optimal")))
-    np.testing.assert_allclose([got[i] for i in range(3)], np.array([1, 0, 0.5]) - 3.5 / 6, rtol=1e-6)
 
 
 def test_ratios_of_whole_answers_that_no_float_holds_do_not_spoil_the_baseline():
@@ -278,29 +192,8 @@ def test_a_rollout_that_was_not_scored_counts_with_its_group_s_mean_kl():
     np.testing.assert_allclose([got[0], got[1]], [0.9 - 0.4 / 3, -0.3 - 0.4 / 3], rtol=1e-5)
 
 
-def test_kl_in_the_advantage_is_taken_off_each_token_after_the_estimator():
-    # Advantages 0.5 and -0.5, less 0.1 * k1 of each token: d = [0.5, -1] and [2].
-    step = prepare([rollout(1, 2), rollout(0, 1)])
-    scores = {0: np.array([-1.5, 0.0], np.float32), 1: np.array([-3.0], np.float32)}
-    settings = loss(advantage="group_mean", kl_coef=0.1, kl_placement="advantage")
-    got = token_advantages(with_advantages(scored(step, scores), settings))
-    np.testing.assert_allclose(got[0], [0.45, 0.6], rtol=1e-6)
-    np.testing.assert_allclose(got[1], [-0.7], rtol=1e-6)
-
-
-def test_reinforce_pp_whitens_after_the_kl():
-    # The three values above, [0.45, 0.6, -0.7]: mean 0.11667, variance (0.11111 + 0.23361 + 0.66694) / 3 = 0.33722.
-    step = prepare([rollout(1, 2), rollout(0, 1)])
-    scores = {0: np.array([-1.5, 0.0], np.float32), 1: np.array([-3.0], np.float32)}
-    settings = loss(advantage="reinforce_pp", kl_coef=0.1, kl_placement="advantage", kl_estimator="k1")
-    got = token_advantages(with_advantages(scored(step, scores), settings))
-    std = math.sqrt(0.3372222) + 1e-4
-    np.testing.assert_allclose(got[0], [(0.45 - 0.35 / 3) / std, (0.6 - 0.35 / 3) / std], rtol=1e-5)
-    np.testing.assert_allclose(got[1], [(-0.7 - 0.35 / 3) / std], rtol=1e-5)
-
-
 @pytest.mark.parametrize("placement", ["reward", "advantage"])
-@pytest.mark.parametrize("advantage", ["group_norm", "group_mean", "leave_one_out", "global_norm", "reinforce_pp"])
+@pytest.mark.parametrize("advantage", ESTIMATORS)
 def test_ragged_steps_with_random_masks_match_plain_loops(advantage: str, placement: str):
     generator = np.random.default_rng(7)
     for _ in range(10):
@@ -394,41 +287,17 @@ def _plain_whitening(tokens: list[list[float]]) -> list[list[float]]:
     return [[(value - mean) / (std + 1e-4) for value in sequence] for sequence in tokens]
 
 
-def test_the_order_of_groups_and_a_fully_masked_group_change_nothing():
-    one, two = [rollout(1, 2), rollout(0, 3)], [rollout(3, 1), rollout(1, 4), rollout(0, 1)]
-    masked = [rollout(1, 1, "error"), rollout(0, 1, "error")]
-    for advantage in ("group_norm", "global_norm", "reinforce_pp"):
-        settings = loss(advantage=advantage)
-        plain = token_advantages(with_advantages(prepare(one, two), settings))
-        turned = token_advantages(with_advantages(prepare(two, one), settings))
-        more = token_advantages(with_advantages(prepare(one, masked, two), settings))
-        for left, right in zip(plain, turned[3:] + turned[:3], strict=True):
-            np.testing.assert_allclose(left, right, rtol=1e-6)
-        for left, right in zip(plain, more, strict=True):
-            np.testing.assert_allclose(left, right, rtol=1e-6)
-
-
 def test_a_nan_among_behavior_logprobs_reaches_no_other_rollout():
-    settings = loss(advantage="group_mean", kl_coef=0.1, kl_placement="reward")
-    step = prepare([rollout(1), rollout(0), rollout(0, 1, logprob=math.nan)])
-    got = advantages(with_advantages(evenly_scored(step, -2.0, -4.0, -1.0), settings))
-    assert np.isfinite(list(got.values())).all()
-    settings = loss(advantage="reinforce_pp", kl_coef=0.1, kl_placement="advantage")
-    got = advantages(with_advantages(evenly_scored(step, -2.0, -4.0, -1.0), settings))
-    assert np.isfinite(list(got.values())).all()
+    step = evenly_scored(prepare([rollout(1), rollout(0), rollout(0, 1, logprob=math.nan)]), -2.0, -4.0, -1.0)
+    for advantage, placement in (("group_mean", "reward"), ("reinforce_pp", "advantage")):
+        settings = loss(advantage=advantage, kl_coef=0.1, kl_placement=placement)
+        assert np.isfinite(list(advantages(with_advantages(step, settings)).values())).all()
 
 
 def test_a_reference_logprob_that_is_not_finite_is_refused_by_name():
     settings = loss(kl_coef=0.1, kl_placement="reward")
     with pytest.raises(TrainingError, match=r"loss\.kl_reference"):
         with_advantages(evenly_scored(prepare([rollout(1), rollout(0)]), math.nan, 0.0), settings)
-
-
-def test_kl_in_the_loss_leaves_the_advantages_alone():
-    step = prepare([rollout(1), rollout(0)])
-    assert advantages(with_advantages(step, loss(kl_coef=0.1, kl_placement="loss"))) == advantages(
-        with_advantages(step, loss())
-    )
 
 
 def with_values(prepared: PreparedBatch, values: Sequence[float]) -> PreparedBatch:
@@ -442,32 +311,82 @@ def with_values(prepared: PreparedBatch, values: Sequence[float]) -> PreparedBat
 
 
 def test_agreement_counts_the_pairs_of_a_group_that_differ_in_accuracy_and_advantage():
-    # Accuracies [1, 0, 0 | 1, 0]. The pairs: 3 > 1 and 3 < 4 | 2 = 2, which does not count.
+    # Accuracies [1, 0, 0 | 1, 0]. The pairs: 3 > 1 and 3 < 4 | 2 = 2, which does not count. In the last row two pairs
+    # agree and one does not: (2 - 1) / 3.
     prepared = prepare([rollout(1.0), rollout(0.0), rollout(0.0)], [rollout(1.0), rollout(0.0)])
-    assert agreement(with_values(prepared, [3.0, 1.0, 4.0, 2.0, 2.0])) == 0.0
-    assert agreement(with_values(prepared, [5.0, 1.0, 4.0, 2.0, 2.0])) == 1.0
-    assert agreement(with_values(prepared, [0.0, 1.0, 4.0, 2.0, 3.0])) == -1.0
-    # Two pairs agree and one does not: (2 - 1) / 3.
-    assert agreement(with_values(prepared, [5.0, 1.0, 4.0, 2.0, 3.0])) == pytest.approx(1 / 3)
-
-
-def test_there_is_no_agreement_without_a_right_and_a_wrong_answer_that_are_trained():
+    for values, expected in (
+        ([3.0, 1.0, 4.0, 2.0, 2.0], 0.0), ([5.0, 1.0, 4.0, 2.0, 2.0], 1.0), ([0.0, 1.0, 4.0, 2.0, 3.0], -1.0),
+        ([5.0, 1.0, 4.0, 2.0, 3.0], pytest.approx(1 / 3)),
+    ):  # fmt: skip
+        assert agreement(with_values(prepared, values)) == expected
     assert agreement(prepare([rollout(1.0), rollout(1.0)], [rollout(0.0)])) is None
-    cut = prepare([rollout(1.0), rollout(0.0, finish="length")])
-    assert agreement(with_values(cut, [1.0, 2.0])) is None, "the wrong one is masked"
+    masked = prepare([rollout(1.0), rollout(0.0, finish="length")])
+    assert agreement(with_values(masked, [1.0, 2.0])) is None, "the wrong one is masked"
 
 
-@pytest.mark.parametrize("name", ["group_norm", "group_mean", "leave_one_out", "global_norm", "reinforce_pp"])
-def test_the_estimators_give_right_answers_higher_advantages(name: str):
-    prepared = prepare([rollout(1.0, 3), rollout(0.0, 5), rollout(2.0)], [rollout(0.0), rollout(1.0, [2, 1])])
-    assert agreement(with_advantages(prepared, loss(advantage=name))) == 1.0
-
-
-@pytest.mark.parametrize("advantage", ["group_norm", "leave_one_out"])
-def test_zero_groups_are_those_of_equal_rewards_that_have_something_to_train(advantage: str):
+def test_zero_groups_are_those_of_equal_rewards_that_have_something_to_train():
     # 0.1 three times has a mean that is not 0.1. The last group is masked, and so are answers that were cut.
     equal, differing = [rollout(0.1)] * 3, [rollout(0.5), rollout(1.0)]
     cut = [rollout(1.0), rollout(1.0), rollout(0.0, finish="length")]
     step = prepare(equal, differing, cut, differing, [rollout(1.0, finish="length")])
-    assert zero_groups(with_advantages(step, loss(advantage=advantage))) == 0.5
+    assert zero_groups(with_advantages(step, loss())) == 0.5
     assert zero_groups(prepare([rollout(1.0, finish="length")])) is None
+
+
+Estimator = Callable[[np.ndarray], np.ndarray]
+GROUP_ESTIMATORS = pytest.mark.parametrize("estimator", [group_normalised, group_centred, leave_one_out])
+
+
+@GROUP_ESTIMATORS
+def test_groups_without_a_signal_have_exactly_no_advantage(estimator: Estimator):
+    # The float mean of three times 0.1 is not 0.1.
+    for rewards in ([], [3.0], [0.1, 0.1, 0.1]):
+        assert estimator(np.array(rewards)).tolist() == [0.0] * len(rewards)
+    assert whitened(np.full(3, 0.1)).tolist() == [0.0, 0.0, 0.0]
+
+
+@GROUP_ESTIMATORS
+@given(st.lists(st.floats(-1e6, 1e6), max_size=20), st.randoms(use_true_random=False))
+def test_advantages_are_finite_sum_to_zero_and_do_not_depend_on_the_order(
+    estimator: Estimator, rewards: list[float], random
+):
+    values = np.array(rewards, dtype=np.float64)
+    advantages = estimator(values)
+    assert np.isfinite(advantages).all()
+    assert abs(advantages.sum()) <= 1e-9 * max(1.0, np.abs(values).sum() / 1e-4)
+    order = list(range(len(rewards)))
+    random.shuffle(order)
+    np.testing.assert_allclose(estimator(values[order]), advantages[order], rtol=1e-6, atol=1e-6)
+
+
+@GROUP_ESTIMATORS
+def test_rewards_that_are_not_finite_or_not_of_one_group_are_refused(estimator: Estimator):
+    for rewards, named in ((np.array([1.0, np.nan]), "finite rewards"), (np.zeros((2, 2)), r"\[2, 2\]")):
+        with pytest.raises(ValueError, match=named):
+            estimator(rewards)
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "num_tokens", "bonuses"),
+    [
+        # Right answers of 10, 20 and 40 tokens: 0.1 * (1 - [0, 10, 30] / 30). The wrong one is shorter, and out of it.
+        ([1.0, 1.0, 0.0, 1.0], [10, 20, 5, 40], [0.1, 0.1 * 2 / 3, 0.0, 0.0]),
+        ([1.0, 1.0], [10, 20], [0.0, 0.0]),  # all right: length alone would be rewarded
+        ([0.0, 0.0], [10, 20], [0.0, 0.0]),
+        ([1.0, 1.0, 0.0], [10, 10, 20], [0.0, 0.0, 0.0]),  # right answers of one length: 0 / 0
+        ([1.0, 0.0], [10, 20], [0.0, 0.0]),
+        ([0.5, 0.0], [10, 20], [0.0, 0.0]),  # partly right is not right
+        ([], [], []),
+    ],
+)
+def test_the_bonus_falls_from_the_shortest_right_answer_to_the_longest_beside_a_wrong_one(
+    accuracies: list[float], num_tokens: list[int], bonuses: list[float]
+):
+    np.testing.assert_allclose(length_bonuses(np.array(accuracies), np.array(num_tokens), 0.1), bonuses)
+
+
+def test_the_best_k_are_the_highest_and_the_earlier_of_equal_ones():
+    values = np.array([0.0, 2.0, 1.0, 2.0, 1.0])
+    assert best(values, 1).tolist() == [False, True, False, False, False]
+    assert best(values, 3).tolist() == [False, True, True, True, False]
+    assert best(values, 9).all()

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from async_rl.config.distill import DistillConfig
 from async_rl.config.loss import LossConfig
-from async_rl.learner.losses.distill import top_k_kl
 from async_rl.learner.losses.policy import PolicyInputs, policy_loss
-from tests.learner.losses.cases import columns
+from tests.learner.losses.cases import Case, inputs_of
 
 LOG2, LOG3 = math.log(2.0), math.log(3.0)
 PLAIN = LossConfig.model_validate({"surrogate": "plain", "importance_cap": 0, "skip_threshold": 0})
@@ -29,21 +28,10 @@ def near(expected: Any) -> Any:
 
 
 def inputs(policy: Tensor, behavior: Tensor, teacher: Tensor, advantages: list[float], **more: Any) -> PolicyInputs:
+    """Those of one sequence at lag 0."""
     n = len(policy)
-    return PolicyInputs(
-        logprobs=policy.requires_grad_(),
-        entropies=torch.zeros(n, dtype=torch.float64),
-        sequence_index=torch.zeros(n, dtype=torch.long),
-        num_sequences=1,
-        lag=torch.zeros(n, dtype=torch.long),
-        top_logprobs=more.pop("top_logprobs", None),
-        **columns(
-            behavior_logprobs=behavior,
-            advantages=torch.tensor(advantages, dtype=torch.float64),
-            teacher_logprobs=teacher,
-            **more,
-        ),
-    )
+    case = Case(policy.tolist(), behavior.tolist(), advantages, [], [], [0.0] * n, [0] * n, [n])
+    return replace(inputs_of(case), logprobs=policy.requires_grad_(), teacher_logprobs=teacher, **more)
 
 
 def loss_and_gradient(given: PolicyInputs, loss: LossConfig = PLAIN, **distill: Any) -> tuple[float, list[float]]:
@@ -80,17 +68,6 @@ def test_the_estimated_kl_is_the_weighted_k3_and_its_gradient_the_weighted_log_r
     assert loss_and_gradient(given, form="loss", coef=0.5)[1] == near([LOG3 - 7.0])
 
 
-def test_the_kl_over_the_likeliest_tokens_counts_the_rest_as_one():
-    # T = [1/2, 1/4, rest 1/4], pi = [1/4, 1/4, rest 1/2].
-    # KL = 1/4 log(1/2) + 1/4 log 1 + 1/2 log 2 = log(2) / 4.
-    # d KL / d log pi_k = pi_k (log(pi_k / T_k) - log(rest / rest_T)): 1/4 (-log 2 - log 2), 1/4 (0 - log 2).
-    policy = log(0.25, 0.25)[None].requires_grad_()
-    kl = top_k_kl(policy, log(0.5, 0.25)[None], torch.ones(1, dtype=torch.bool))
-    assert kl.tolist() == near([LOG2 / 4])
-    (gradient,) = torch.autograd.grad(kl.sum(), policy)
-    assert gradient[0].tolist() == near([-LOG2 / 2, -LOG2 / 4])
-
-
 def test_the_loss_over_the_likeliest_tokens_has_no_importance_weight_and_skips_masked_tokens():
     # The token of ratio 100 is masked by token_range, and its NaN reaches no gradient.
     top = torch.cat([log(0.25, 0.25)[None], torch.full((1, 2), math.nan, dtype=torch.float64)]).requires_grad_()
@@ -104,19 +81,6 @@ def test_the_loss_over_the_likeliest_tokens_has_no_importance_weight_and_skips_m
     assert out.loss_sum.item() == near(3 * LOG2 / 4)
     (gradient,) = torch.autograd.grad(out.loss_sum, top)
     assert gradient.tolist() == [near([-3 * LOG2 / 2, -3 * LOG2 / 4]), [0.0, 0.0]]
-
-
-def test_a_kl_over_the_whole_vocabulary_is_the_kl_itself():
-    torch.manual_seed(0)
-    logits = torch.randn(5, 7, dtype=torch.float64, requires_grad=True)
-    teacher = torch.randn(5, 7, dtype=torch.float64).log_softmax(-1)
-    policy = logits.log_softmax(-1)
-    whole = (policy.exp() * (policy - teacher)).sum(-1)
-    found = top_k_kl(policy, teacher, torch.ones(5, dtype=torch.bool))
-    torch.testing.assert_close(found, whole, rtol=0, atol=1e-9)
-    (want,) = torch.autograd.grad(whole.sum(), logits, retain_graph=True)
-    (got,) = torch.autograd.grad(found.sum(), logits)
-    torch.testing.assert_close(got, want, rtol=0, atol=1e-9)
 
 
 def test_the_on_policy_gradients_of_the_forms_agree_in_expectation():

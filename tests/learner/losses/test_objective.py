@@ -14,12 +14,7 @@ from torch import Tensor
 from async_rl.config.loss import LossConfig
 from async_rl.learner.data.packing import pack
 from async_rl.learner.losses.batch import TokenLogprobs
-from async_rl.learner.losses.objective import (
-    PolicyObjective,
-    StepOutcome,
-    policy_objective,
-    update_stats,
-)
+from async_rl.learner.losses.objective import PolicyObjective, StepOutcome, policy_objective, update_stats
 from async_rl.learner.model.policy_model import DeviceBatch, to_device
 from async_rl.learner.sequences import TrainSequence
 from tests.learner.tiny import tiny_config
@@ -31,14 +26,10 @@ def a_batch(ratios: list[float], *, versions: list[int] | None = None) -> tuple[
     """One sequence, its first token a prompt; behavior logprobs -1, advantages 1."""
     n = len(ratios)
     sequence = TrainSequence(
-        sequence_id=7,
-        token_ids=np.arange(n + 1, dtype=np.int32),
-        loss_mask=np.arange(n + 1) > 0,
-        behavior_logprobs=np.full(n + 1, -1.0, dtype=np.float32),
-        versions=np.array([-1, *(versions or [3] * n)], dtype=np.int32),
-        advantages=np.ones(n + 1, dtype=np.float32),
-        temperature=1.0,
-    )
+        sequence_id=7, token_ids=np.arange(n + 1, dtype=np.int32), loss_mask=np.arange(n + 1) > 0,
+        behavior_logprobs=np.full(n + 1, -1.0, dtype=np.float32), temperature=1.0,
+        versions=np.array([-1, *(versions or [3] * n)], dtype=np.int32), advantages=np.ones(n + 1, dtype=np.float32),
+    )  # fmt: skip
     batch = to_device(pack([sequence], max_tokens=64, num_ranks=1)[0][0], torch.device("cpu"))
     logprobs = (torch.tensor(ratios).log() - 1.0).requires_grad_()
     return batch, TokenLogprobs(logprobs, torch.full((n,), 0.5))
@@ -87,11 +78,12 @@ def test_objective_of_a_config_knows_its_longest_answer_and_oldest_token(tmp_pat
     ("limit", "reason"),
     [
         # Ratios 4 and 1: ESS 25 / (2 * 17) = 0.735, k3 (4 - 1 - ln 4) / 2 = 0.807.
-        ({"min_ess": 0.74}, "effective sample size as a share of the tokens is 0.735, beyond loss.min_ess = 0.74"),
+        ({"min_ess": 0.74}, "is 0.735, beyond loss.min_ess = 0.74"),
         ({"min_ess": 0.73}, ""),
-        ({"max_kl": 0.80}, r"KL(mu || pi) in nats is 0.807, beyond loss.max_kl = 0.8"),
+        ({"max_kl": 0.80}, "is 0.807, beyond loss.max_kl = 0.8"),
         ({"max_kl": 0.81}, ""),
-        ({}, ""),
+        # The sequence is skipped: nothing is left that could be too far.
+        ({"skip_threshold": 2.0, "max_kl": 0.1, "min_ess": 0.9}, ""),
     ],
 )
 def test_a_step_past_its_limits_says_why_it_is_skipped(limit: dict[str, Any], reason: str):
@@ -99,9 +91,3 @@ def test_a_step_past_its_limits_says_why_it_is_skipped(limit: dict[str, Any], re
     got = PolicyObjective(loss, 2, 8).why_skip(sums_of([4.0, 1.0], loss))
     assert reason in got
     assert bool(got) == bool(reason)
-
-
-def test_limits_look_at_what_is_left_to_train_on():
-    # The sequence is skipped: nothing is left that could be too far.
-    loss = LossConfig(skip_threshold=2.0, max_kl=0.1, min_ess=0.9)
-    assert PolicyObjective(loss, 2, 8).why_skip(sums_of([4.0, 1.0], loss)) == ""

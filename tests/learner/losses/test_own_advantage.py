@@ -18,7 +18,7 @@ from async_rl.launch.checks.user_code_trial import _error_of_loss
 from async_rl.learner.data.batch import PreparedBatch
 from async_rl.learner.losses.advantages import with_advantages
 from async_rl.learner.losses.own_advantage import AdvantageInputs, OwnAdvantage, load_own_advantage
-from tests.learner.losses.test_advantages import advantages, loss, prepare, rollout
+from tests.learner.losses.test_advantages import advantages, loss, prepare, rollout, token_advantages
 
 EXAMPLE = Path(own_advantage.__file__)
 
@@ -55,14 +55,6 @@ def test_the_function_gets_the_rollouts_of_the_step_and_its_numbers_reach_the_to
     assert [group.tolist() for group in inputs.groups(baseline_only=False)] == [[0, 1], [2, 3]]
 
 
-def test_numbers_for_tokens_reach_their_tokens_in_the_order_of_the_sequences():
-    step = prepare([rollout(1, 2), rollout(0, [1, 2])], [rollout(0, 1, "length"), rollout(1, 1)])
-    trained = with_own(step, lambda i: [np.arange(n) + 10 * r for r, n in enumerate(i.num_trained)])
-    found = [sequence.advantages[sequence.loss_mask].tolist() for sequence in trained.sequences]
-    assert found == [[0, 1], [10], [11, 12], [30]]
-    assert all(s.advantages.dtype == np.float32 for s in trained.sequences)
-
-
 def test_what_changes_rewards_comes_before_and_what_chooses_rollouts_after():
     # Right answers of 1 and 3 tokens: the shorter gets a bonus of 0.5. The function keeps rewards as they are.
     step = prepare([rollout(1, 1), rollout(1, 3), rollout(0, 2)])
@@ -74,18 +66,14 @@ def test_what_changes_rewards_comes_before_and_what_chooses_rollouts_after():
 @pytest.mark.parametrize(
     ("result", "settings", "expected"),
     [
-        (lambda i: i.rewards[:1], {}, r"the advantages: expected numbers of shape \[2\], got shape \[1\]"),
-        (lambda i: None, {}, r"the advantages: expected numbers of shape \[2\], got (shape \[\]|NoneType)"),
-        (lambda i: ["a", "b"], {}, r"the advantages: expected numbers of shape \[2\], got list"),
-        (lambda i: [1.0, math.nan], {}, "expected finite advantages, got nan for rollout 1"),
-        (lambda i: [np.ones(2), np.ones(2)], {}, r"rollout 1: expected numbers of shape \[3\], got shape \[2\]"),
-        (lambda i: [np.ones(2)], {}, "expected an array for each of 2 rollouts, got 1"),
-        (lambda i: [np.ones(2), np.array([1, 1, math.inf])], {}, "expected finite advantages, got inf for rollout 1"),
-        (
-            lambda i: [np.ones(2), np.ones(3)],
-            {"best_k": 1},
-            r"one advantage for each rollout, because loss\.best_k = 1",
-        ),
+        (lambda i: i.rewards[:1], {}, r"shape \[2\], got shape \[1\]"),
+        (lambda i: None, {}, r"shape \[2\], got (shape \[\]|NoneType)"),
+        (lambda i: ["a", "b"], {}, r"shape \[2\], got list"),
+        (lambda i: [1.0, math.nan], {}, "got nan for rollout 1"),
+        (lambda i: [np.ones(2), np.ones(2)], {}, r"rollout 1: .* shape \[3\], got shape \[2\]"),
+        (lambda i: [np.ones(2)], {}, "an array for each of 2 rollouts, got 1"),
+        (lambda i: [np.ones(2), np.array([1, 1, math.inf])], {}, "got inf for rollout 1"),
+        (lambda i: [np.ones(2), np.ones(3)], {"best_k": 1}, r"because loss\.best_k = 1"),
     ],
 )
 def test_a_wrong_result_is_refused_with_what_it_is(result: Any, settings: dict[str, Any], expected: str):
@@ -94,9 +82,12 @@ def test_a_wrong_result_is_refused_with_what_it_is(result: Any, settings: dict[s
         with_own(step, result, **settings)
 
 
-def test_a_masked_rollout_needs_no_finite_number():
-    step = prepare([rollout(1, 2), rollout(0, 3), rollout(0, 1, "length")])
-    assert advantages(with_own(step, lambda i: [1.0, -1.0, math.nan])) == {0: 1.0, 1: -1.0}
+def test_numbers_for_tokens_reach_their_tokens_in_the_order_of_the_sequences_and_masked_rollouts_need_none():
+    step = prepare([rollout(1, 2), rollout(0, [1, 2])], [rollout(0, 1, "length"), rollout(1, 1)])
+    trained = with_own(step, lambda i: [np.arange(n) + 10 * r for r, n in enumerate(i.num_trained)])
+    assert token_advantages(trained) == [[0, 1], [10], [11, 12], [30]]
+    assert all(s.advantages.dtype == np.float32 for s in trained.sequences)
+    assert advantages(with_own(step, lambda i: [1.0, -1.0, math.nan, 2.0])) == {0: 1.0, 1: -1.0, 3: 2.0}
 
 
 def test_a_function_that_writes_to_its_inputs_is_named_with_the_line():
@@ -104,9 +95,7 @@ def test_a_function_that_writes_to_its_inputs_is_named_with_the_line():
         inputs.rewards[:] /= 2
         return inputs.rewards
 
-    with pytest.raises(
-        OwnCodeError, match=r"f failed: ValueError: .*read-only.*, in halved: inputs\.rewards\[:\] /= 2"
-    ):
+    with pytest.raises(OwnCodeError, match=r"ValueError: .*read-only.*, in halved: inputs\.rewards"):
         with_own(prepare([rollout(1), rollout(0)]), halved)
 
 
@@ -134,10 +123,7 @@ def test_the_example_by_age_divides_by_the_root_of_the_age():
 
 
 def test_the_example_discounted_is_less_by_a_hundredth_for_each_token_before_the_last(tmp_path: Path):
-    step = prepare([rollout(1, 3), rollout(0, 1)])
     whole = 0.5 / (math.sqrt(0.5) + 1e-4)
-    trained = with_own(step, own_advantage.discounted)
-    found = [sequence.advantages[sequence.loss_mask] for sequence in trained.sequences]
-    assert found[0] == pytest.approx([0.9801 * whole, 0.99 * whole, whole])
-    assert found[1] == pytest.approx([-whole])
+    first, second = token_advantages(with_own(prepare([rollout(1, 3), rollout(0, 1)]), own_advantage.discounted))
+    assert (first, second) == (pytest.approx([0.9801 * whole, 0.99 * whole, whole]), pytest.approx([-whole]))
     assert load_own_advantage(a_config(tmp_path, f"{EXAMPLE}:discounted")) is not None

@@ -15,14 +15,11 @@ from async_rl.learner.losses.own import LossInputs, LossOutput, OwnLoss
 from async_rl.learner.losses.own_trial import try_loss
 from async_rl.learner.losses.parts import SurrogateInputs as Surrogate
 from async_rl.learner.losses.parts import aggregate, clipped, kl_estimate, log_ratio, sum_by
+from tests.learner.losses.test_own import reinforce
 
 
 def trial(function: Callable[[LossInputs], LossOutput], *, max_lag: int = 4, **settings: Any) -> OwnLoss:
     return try_loss("mine.py:loss", function, LossConfig(**settings), max_length=8, max_lag=max_lag)
-
-
-def reinforce(inputs: LossInputs) -> LossOutput:
-    return LossOutput(-(inputs.advantages * inputs.logprobs).sum(), torch.tensor(len(inputs.logprobs)))
 
 
 def of_parts(inputs: LossInputs) -> LossOutput:
@@ -54,24 +51,17 @@ def test_a_loss_of_the_built_in_parts_passes_with_every_key_that_it_reads(settin
     assert trial(of_parts, **settings).metric_keys == ()
 
 
-def test_names_of_masks_and_metrics_are_taken_from_the_trial():
-    def loss(inputs: LossInputs) -> LossOutput:
-        old = inputs.lag > 2
-        out = (inputs.advantages * inputs.logprobs).masked_fill(old, 0.0)
-        return LossOutput(-out.sum(), (~old).sum(), {"old": old}, metrics={"lag": inputs.lag[~old].sum()})
-
-    assert trial(loss).metric_keys == ("loss_mask/old", "loss_metric/lag")
-
-
-def test_no_token_is_older_than_it_can_be_in_the_run():
+def test_names_of_masks_and_metrics_are_taken_from_the_trial_and_no_token_is_older_than_it_can_be():
     seen: list[int] = []
 
     def loss(inputs: LossInputs) -> LossOutput:
         seen.append(int(inputs.lag.max()))
-        return reinforce(inputs)
+        old = inputs.lag > 1
+        out = (inputs.advantages * inputs.logprobs).masked_fill(old, 0.0)
+        return LossOutput(-out.sum(), (~old).sum(), {"old": old}, metrics={"lag": inputs.lag[~old].sum()})
 
-    trial(loss, max_lag=1)
-    assert max(seen) == 1
+    assert trial(loss, max_lag=2).metric_keys == ("loss_mask/old", "loss_metric/lag")
+    assert max(seen) == 2
 
 
 def mean(inputs: LossInputs) -> LossOutput:
@@ -109,35 +99,25 @@ def shifting(inputs: LossInputs) -> LossOutput:
     ("function", "expected"),
     [
         (mean, r"the same loss however .*, got 0\.3\d+ = 0\.3\d+ / 1 in one piece and 0\.4\d+ = 0\.9\d+ / 2 in two"),
-        (of_centred, r"the same loss however .* / 22 in one piece and .* / 22 in two, cut after sequence 1 of 5"),
-        (centred_loss, r"the same gradient however .*, got 0\.\d+ for token \d+ in one piece and .* in two"),
+        (of_centred, "the same loss however .* cut after sequence 1 of 5"),
+        (centred_loss, "the same gradient however .* for token"),
         (longest, r"the same masks and capped tokens however .*, got \[7, 0\] tokens in one piece and \[12, 0\]"),
-        (
-            lambda i: replace(reinforce(i), metrics={"lag": i.lag.double().mean()}),
-            r"metrics that are sums over tokens, got \[1\.8\d+\] in one piece and",
-        ),
-        (lambda i: replace(reinforce(i), denominator=torch.tensor(0)), "a denominator above 0 .* 22 tokens, got 0"),
+        (lambda i: replace(reinforce(i), metrics={"lag": i.lag.double().mean()}), "metrics that are sums over tokens"),
+        (lambda i: replace(reinforce(i), denominator=torch.tensor(0)), "a denominator above 0"),
         (lambda i: LossOutput(i.logprobs.log().sum(), torch.tensor(1)), "a finite loss_sum .*, got nan"),
         (
             lambda i: LossOutput(torch.where(i.lag > 0, i.logprobs, i.logprobs.sqrt() * 0).nansum(), torch.tensor(1)),
             "a finite gradient, got NaN or infinity for 22 of 22 tokens",
         ),
         (lambda i: replace(reinforce(i), metrics={"x": i.lag.sum() / 0}), "a finite metric x, got inf"),
-        (lambda i: LossOutput((0 * i.logprobs).sum(), torch.tensor(1)), "a gradient to logprobs, got 0 for each of 22"),
-        (
-            lambda i: replace(reinforce(i), masks={"old": i.lag > 2}),
-            r"no gradient for tokens under the mask old, got up to 1\.2",
-        ),
+        (lambda i: LossOutput((0 * i.logprobs).sum(), torch.tensor(1)), "a gradient to logprobs, got 0"),
+        (lambda i: replace(reinforce(i), masks={"old": i.lag > 2}), "no gradient for tokens under the mask old"),
+        (doubling, "changes its input advantages"),
+        (shifting, "changes its input logprobs"),
     ],
 )
 def test_a_loss_that_breaks_a_rule_is_refused_with_the_figures(function: Any, expected: str):
-    with pytest.raises(ConfigError, match=rf"loss\.function: mine\.py:loss: expected {expected}"):
-        trial(function)
-
-
-@pytest.mark.parametrize(("function", "name"), [(doubling, "advantages"), (shifting, "logprobs")])
-def test_a_loss_that_changes_its_inputs_is_refused(function: Any, name: str):
-    with pytest.raises(ConfigError, match=rf"mine\.py:loss changes its input {name}, which other parts"):
+    with pytest.raises(ConfigError, match=rf"mine\.py:loss(: expected)? {expected}"):
         trial(function)
 
 
@@ -155,15 +135,6 @@ def test_a_loss_that_changes_its_inputs_is_refused(function: Any, name: str):
 def test_a_key_that_is_set_and_that_the_loss_does_not_read_is_refused(settings: dict[str, Any], key: str):
     with pytest.raises(ConfigError, match=rf"mine\.py:loss does not read loss\.{key}, but it is set to"):
         trial(reinforce, **settings)
-
-
-def test_the_proximal_policy_counts_as_read_where_the_loss_depends_on_it():
-    def loss(inputs: LossInputs) -> LossOutput:
-        assert inputs.proximal_logprobs is not None
-        ratio = (inputs.logprobs - inputs.proximal_logprobs).exp()
-        return LossOutput(-(ratio * inputs.advantages).sum(), torch.tensor(len(ratio)))
-
-    assert trial(loss, anchor="proximal").masks == ()
 
 
 def test_keys_of_the_advantages_and_limits_of_a_step_stay_what_they_are():
