@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import shutil
 from collections import Counter
 from collections.abc import Mapping
@@ -26,13 +25,11 @@ from async_rl.learner.export.model import export_checkpoint
 from async_rl.learner.interface import Engine
 from async_rl.learner.ranks import Place, Ranks
 from tests.damage import damage
-from tests.forked import Forked, preload
+from tests.examples import is_full
 from tests.learner.saves_at_once import SavesAtOnce
 
-preload("async_rl.learner.checkpoints.writer")
-
 RANKS = Ranks(Place(0, 0, 1), torch.device("cpu"), None)
-NUM_PLACES = 200
+NUM_PLACES = 60
 SEED = 15
 
 FILE = "shard-00001-model-00001-of-00001.safetensors"
@@ -118,7 +115,6 @@ def test_a_damaged_checkpoint_is_kept_aside_and_the_one_before_it_is_resumed(
     path.write_bytes(path.read_bytes()[:-1])
     point = find_resume_point(run_dir)
     assert f"the checkpoint step-000004 is damaged: {path}: expected" in caplog.text
-    assert "going back to the checkpoint before it" in caplog.text
     # Only a learner that the queue has attached may change the run.
     assert names(run_dir) == ["latest", "step-000002", "step-000004"]
     take_over(run_dir, point, lineage="l2", confirm=lambda: None)
@@ -168,14 +164,7 @@ def test_a_run_without_checkpoints_begins_at_its_start(tmp_path: Path):
         find_resume_point(tmp_path)
 
 
-def test_a_checkpoint_that_another_learner_commits_meanwhile_ends_the_start(run_dir: Path):
-    point = find_resume_point(run_dir)
-    write(run_dir, 6)
-    with pytest.raises(LineageError, match="expected step-000004 as the latest checkpoint, got step-000006"):
-        take_over(run_dir, point, lineage="l2", confirm=lambda: None)
-
-
-def test_a_superseded_learner_moves_nothing_aside(run_dir: Path):
+def test_a_learner_that_another_one_has_overtaken_moves_nothing_aside(run_dir: Path):
     (run_dir / "checkpoints" / "step-000004" / FILE).unlink()
     point = find_resume_point(run_dir)
 
@@ -185,6 +174,9 @@ def test_a_superseded_learner_moves_nothing_aside(run_dir: Path):
     with pytest.raises(LineageError):
         take_over(run_dir, point, lineage="l2", confirm=confirm)
     assert names(run_dir) == ["latest", "step-000002", "step-000004"]
+    write(run_dir, 6)
+    with pytest.raises(LineageError, match="as the latest checkpoint, got step-000006"):
+        take_over(run_dir, point, lineage="l2", confirm=lambda: None)
 
 
 def test_a_damaged_checkpoint_is_not_exported(run_dir: Path, tmp_path: Path):
@@ -217,34 +209,7 @@ def survive(whole: Path, directory: Path, number: int) -> str:
     return f"{end} at step {step}"
 
 
-def write_little(run_dir: Path, max_bytes: int) -> None:
-    """Write a checkpoint where no file may be longer than ``max_bytes``, and say what came of it."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, max_bytes))
-    try:
-        write(run_dir, 6)
-    except RunError as error:
-        os.write(1, str(error).encode()[:max_bytes])
-
-
-@pytest.mark.parametrize("max_bytes", [200, 2500, 4500])
-def test_a_checkpoint_that_cant_be_written_is_said_with_the_cause(run_dir: Path, max_bytes: int):
-    child = Forked(write_little, run_dir, max_bytes)
-    assert child.wait(60) == 0
-    said, _ = child.communicate()
-    assert said.startswith("can't write the checkpoint ")
-    if max_bytes > 600:
-        assert "[Errno 27] File too large" in said
-        assert "the same command resumes from the last checkpoint" in said
-    assert resume(run_dir) == 4
-
-
-def test_damage_at_a_random_place_is_survived(run_dir: Path, tmp_path: Path):
-    for number in range(8):
-        survive(run_dir, tmp_path / str(number), number)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1800)
-def test_damage_at_many_random_places_is_survived(run_dir: Path, tmp_path: Path):
-    ends = Counter(survive(run_dir, tmp_path / str(number), number) for number in range(NUM_PLACES))
+def test_damage_at_random_places_is_survived(run_dir: Path, tmp_path: Path):
+    places = range(NUM_PLACES if is_full() else 8)
+    ends = Counter(survive(run_dir, tmp_path / str(number), number) for number in places)
     print(f"checkpoints: {dict(ends)}")
