@@ -97,15 +97,10 @@ def _a_trained_token(group: WireGroup, data: st.DataObject) -> None:
 def _a_column(group: WireGroup, data: st.DataObject) -> None:
     """A column is missing, cut, of another type or shape."""
     name = data.draw(st.sampled_from(sorted(group.arrays)))
+    column = group.arrays.pop(name)
     how = data.draw(st.sampled_from(["missing", "cut", "wide", "flat"]))
-    if how == "missing":
-        del group.arrays[name]
-    elif how == "cut":
-        group.arrays[name] = group.arrays[name][:-1]
-    elif how == "wide":
-        group.arrays[name] = group.arrays[name].astype(np.float64)
-    else:
-        group.arrays[name] = group.arrays[name][None]
+    if how != "missing":
+        group.arrays[name] = {"cut": column[:-1], "wide": column.astype(np.float64), "flat": column[None]}[how]
 
 
 def _lengths(group: WireGroup, data: st.DataObject) -> None:
@@ -123,19 +118,14 @@ def _lengths(group: WireGroup, data: st.DataObject) -> None:
         group.fields["num_sequences"][-1] += 1
 
 
-def _a_number_of_a_rollout(group: WireGroup, data: st.DataObject) -> None:
-    rollout = data.draw(st.integers(0, len(group.fields["accuracy"]) - 1))
-    if data.draw(st.booleans()):
-        group.fields["accuracy"][rollout] = data.draw(FLOATS)
-    else:
-        name = data.draw(TEXTS)
-        column = group.fields["reward_parts"].setdefault(name, [None] * len(group.fields["accuracy"]))
-        column[rollout] = data.draw(st.none() | FLOATS)
-
-
-def _a_text_of_a_rollout(group: WireGroup, data: st.DataObject) -> None:
-    rollout = data.draw(st.integers(0, len(group.fields["accuracy"]) - 1))
-    group.fields[data.draw(st.sampled_from(["finish_reason", "extracted"]))][rollout] = data.draw(TEXTS)
+def _a_value_of_a_rollout(group: WireGroup, data: st.DataObject) -> None:
+    """Its accuracy, one of its texts, or a part of its reward."""
+    name = data.draw(st.sampled_from(["accuracy", "accuracy", "finish_reason", "extracted", "reward_parts"]))
+    values, num_rollouts = group.fields[name], len(group.fields["accuracy"])
+    if name == "reward_parts":
+        values = values.setdefault(data.draw(TEXTS), [None] * num_rollouts)
+    kind = {"accuracy": FLOATS, "reward_parts": st.none() | FLOATS}.get(name, TEXTS)
+    values[data.draw(st.integers(0, num_rollouts - 1))] = data.draw(kind)
 
 
 def _a_turn(group: WireGroup, data: st.DataObject) -> None:
@@ -167,8 +157,8 @@ def _without_rollouts(group: WireGroup, data: st.DataObject) -> None:
 
 
 CHANGES: tuple[Change, ...] = (
-    _an_entry, _an_entry, _an_entry, _a_trained_token, _a_column, _lengths, _a_number_of_a_rollout,
-    _a_text_of_a_rollout, _a_turn, _a_field, _without_rollouts,
+    _an_entry, _an_entry, _an_entry, _a_trained_token, _a_column, _lengths, _a_value_of_a_rollout,
+    _a_value_of_a_rollout, _a_turn, _a_field, _without_rollouts,
 )  # fmt: skip
 
 

@@ -13,14 +13,14 @@ import torch
 import transformers
 
 from async_rl.config.config import Config
-from async_rl.config.parallel import Layout
 from async_rl.extensions.offline.slopes import SlopeObjective
 from async_rl.learner.checkpoints.stored_tensors import OPTIMIZER, load_tensors
 from async_rl.learner.ranks import Ranks, init_ranks
 from async_rl.learner.sequences import TrainSequence
 from tests.learner.rank_scenarios import (
     PLAIN,
-    follow_once,
+    laid_out_engine,
+    leads,
     save,
     sequences_with_a_group,
     stop_following,
@@ -101,24 +101,15 @@ def layout_config(directory: Path, model: str, parallel: dict[str, Any], *, lora
 def layout_sequences() -> list[TrainSequence]:
     """Ten of 6 to 30 tokens; the first three share a prompt."""
     more = random_sequences(4, 25, seed=1, spread=5)
-    numbered = [TrainSequence(**{**_fields(s), "sequence_id": 10 + i}) for i, s in enumerate(more)]
-    return [*sequences_with_a_group(), *numbered]
-
-
-def _fields(sequence: TrainSequence) -> dict[str, Any]:
-    return {name: getattr(sequence, name) for name in TrainSequence.__dataclass_fields__}
+    return [*sequences_with_a_group(), *(replace(s, sequence_id=10 + i) for i, s in enumerate(more))]
 
 
 def run_layout(
     config: Config, ranks: Ranks, target: Path, sequences: list[TrainSequence] | None = None, **engine_settings: Any
 ) -> None:
     """Score, make two steps, save and publish, on all ranks; rank 0 writes what came out to ``target``."""
-    from async_rl.learner.engine.fsdp_engine import FsdpEngine
-
-    ranks.layout = Layout.of(config.parallel, ranks.world_size)
-    engine = FsdpEngine(config, ranks, **engine_settings)
-    if not ranks.is_leader:
-        follow_once(engine)
+    engine = laid_out_engine(config, ranks, **engine_settings)
+    if not leads(engine):
         return
     engine.self_test()
     target.mkdir(parents=True)
@@ -151,8 +142,7 @@ def run_cases(directory: Path) -> None:
     """What each rank does: the cases of ``cases.json``, one after the other."""
     ranks = init_ranks(tiny_config(directory, "qwen2"))
     for name, model, lora in json.loads((directory / "cases.json").read_text(encoding="utf-8")):
-        parallel = LAYOUTS[name][1]
-        config = layout_config(directory, model, parallel, lora=lora)
+        config = layout_config(directory, model, LAYOUTS[name][1], lora=lora)
         run_layout(config, ranks, case_directory(directory, name, model, lora=lora))
     ranks.close()
 
@@ -183,20 +173,15 @@ def pass_on(directory: Path) -> None:
     """What each rank does: under each layout of ``chain.json``, load the newest checkpoint of the chain and save it as
     the next.
     """
-    from async_rl.learner.engine.fsdp_engine import FsdpEngine
-
     names, number, lora = json.loads((directory / "chain.json").read_text(encoding="utf-8"))
     ranks = init_ranks(tiny_config(directory, "qwen3_moe"))
     for name in names:
         config = layout_config(directory, "qwen3_moe", LAYOUTS[name][1], lora=lora)
-        ranks.layout = Layout.of(config.parallel, ranks.world_size)
-        engine = FsdpEngine(config, ranks)
-        if ranks.is_leader:
+        engine = laid_out_engine(config, ranks)
+        if leads(engine):
             engine.load(directory / "chain" / str(number))
             save(engine, directory / "chain" / str(number + 1), 1)
             stop_following(engine)
-        else:
-            follow_once(engine)
         number += 1
     ranks.close()
 

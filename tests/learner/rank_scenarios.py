@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -24,6 +25,7 @@ from async_rl.config.parallel import Layout
 from async_rl.errors import RunError, TrainingError
 from async_rl.learner.checkpoints import stored_tensors
 from async_rl.learner.checkpoints.digests import write_part
+from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.interface import UpdateStats
 from async_rl.learner.layouts.mesh import Mesh
 from async_rl.learner.losses.diagnostics import COUNTS, SUMS
@@ -124,23 +126,19 @@ def pairs_loss(sums_S: torch.Tensor) -> torch.Tensor:
 def sloped(directory: Path) -> None:
     """The gradient of ``pairs_loss`` by ranks that have different sequences, and by ranks that share them."""
     from async_rl.extensions.offline.slopes import SlopeObjective, sequence_slopes, sequence_sums
-    from async_rl.learner.engine.fsdp_engine import FsdpEngine
 
     ranks = init_ranks(tiny_config(directory, "model"))
     for name, sequence_size in (("data", 1), ("sequence", ranks.world_size)):
         sections = PLAIN | {"learner": {"max_tokens": 20}, "parallel": {"sequence": sequence_size}}
         config = tiny_config(directory, "model", **sections)
-        ranks.layout = Layout.of(config.parallel, ranks.world_size)
-        engine = FsdpEngine(config, ranks, objective=SlopeObjective())
+        engine = laid_out_engine(config, ranks, objective=SlopeObjective())
         loss = 0.0
-        if ranks.is_leader:
+        if leads(engine):
             sequences = sequences_with_a_group()
             sums = sequence_sums(sequences, engine.score_policy(sequences))
             loss, with_slopes = sequence_slopes(sequences, sums, pairs_loss)
             engine.update(with_slopes, version=0)
             stop_following(engine)
-        else:
-            follow_once(engine)
         moments = {n: t for n, t in engine.policy.optimizer.tensors().items() if n.startswith("exp_avg.")}
         whole = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in moments.items()}
         if ranks.is_leader:
@@ -157,33 +155,20 @@ def padded_config(directory: Path, sections: dict[str, Any]) -> Config:
 
 
 def padded(directory: Path) -> None:
-    """One step of a model that is chosen to be padded, saved."""
-    from async_rl.learner.engine.fsdp_engine import FsdpEngine
-
-    config = padded_config(directory, {})
-    ranks = init_ranks(config)
-    engine = FsdpEngine(config, ranks)
-    assert engine.policy.model.packing == "padded"
-    if not ranks.is_leader:
-        follow_once(engine)
-    else:
-        engine.self_test()
-        engine.update(sequences_with_a_group(), version=0)
-        save(engine, directory / f"ranks_{ranks.world_size}", 1)
-        stop_following(engine)
-    ranks.close()
+    """``sharded`` for a model that is chosen to be padded."""
+    assert one_step(directory).policy.model.packing == "padded"
 
 
 def sharded(directory: Path) -> None:
     """One step of any model: its statistics, its checkpoint, and what the learner then publishes."""
-    from async_rl.learner.engine.fsdp_engine import FsdpEngine
+    one_step(directory)
 
+
+def one_step(directory: Path) -> FsdpEngine:
     config = padded_config(directory, {})
     ranks = init_ranks(config)
     engine = FsdpEngine(config, ranks)
-    if not ranks.is_leader:
-        follow_once(engine)
-    else:
+    if leads(engine):
         engine.self_test()
         stats = engine.update(sequences_with_a_group(), version=0)
         save(engine, directory / f"ranks_{ranks.world_size}", 1)
@@ -191,6 +176,7 @@ def sharded(directory: Path) -> None:
         torch.save((stats.loss, stats.grad_norm, published), directory / f"published_{ranks.world_size}")
         stop_following(engine)
     ranks.close()
+    return engine
 
 
 def compiled_step(
@@ -199,14 +185,12 @@ def compiled_step(
     """On rank 0, the gradients of a step in several micro-batches; if ``is_tested``, also the scores, after the
     self-test. Empty on other ranks.
     """
-    from async_rl.learner.engine.fsdp_engine import FsdpEngine
-
     learner = {"compile": is_compiled, "max_tokens": 64} | sections.get("learner", {})
     config = tiny_config(directory, "model", **(PLAIN | sections | {"learner": learner}))
     ranks = init_ranks(config)
     engine = FsdpEngine(config, ranks)
     found: dict[str, np.ndarray] = {}
-    if ranks.is_leader:
+    if leads(engine):
         sequences = batch_for(0)
         if is_tested:
             engine.self_test()
@@ -215,8 +199,6 @@ def compiled_step(
             sequences = with_reference(engine, sequences)
         assert engine.update(sequences, version=0).stepped
         stop_following(engine)
-    else:
-        follow_once(engine)
     for name, tensor in engine.policy.optimizer.tensors().items():
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if name.startswith("exp_avg.") and ranks.is_leader:
@@ -258,17 +240,13 @@ REPLAYED: dict[str, dict[str, Any]] = {"shards": {}, "stages": {"pipeline": 2}, 
 
 def replayed(directory: Path) -> None:
     """Under each layout one step with routing replay, in more micro-batches than ranks, saved."""
-    from async_rl.learner.engine.fsdp_engine import FsdpEngine
-
     ranks = init_ranks(routed_config(directory))
     for name, parallel in REPLAYED.items():
         learner = {"max_tokens": 20 // parallel.get("sequence", 1)}
         model = {"routing_replay": True, "gradient_checkpointing": "full"}
         config = routed_config(directory, learner=learner, model=model, parallel=parallel)
-        ranks.layout = Layout.of(config.parallel, ranks.world_size)
-        engine = FsdpEngine(config, ranks)
-        if not ranks.is_leader:
-            follow_once(engine)
+        engine = laid_out_engine(config, ranks)
+        if not leads(engine):
             continue
         stats = engine.update(routed(random_sequences(5, 12, spread=4)), version=0)
         save(engine, directory / name, 1)
@@ -319,13 +297,10 @@ def updates(directory: Path) -> None:
 
     ``gathers.json`` has the first step's number of micro-batches of a rank, and of gathers of parameters.
     """
-    from async_rl.learner.engine.fsdp_engine import FsdpEngine
-
     ranks = init_ranks(engine_config(directory, {}))
     for name, variant in VARIANTS.items():
         config = engine_config(directory, variant)
-        ranks.layout = Layout.of(config.parallel, ranks.world_size)
-        engine = FsdpEngine(config, ranks)
+        engine = laid_out_engine(config, ranks)
         if not ranks.is_leader:
             stored_tensors.write_part = failing_write_part
             follow_once(engine)
@@ -381,7 +356,6 @@ def split_losses(directory: Path) -> None:
 
 def write_losses(directory: Path, ranks: Ranks, target: Path, of: dict[str, dict[str, Any]], budget: int) -> None:
     """What ``losses`` writes. ``budget`` is the size of a micro-batch."""
-    from async_rl.learner.engine.fsdp_engine import FsdpEngine
     from async_rl.learner.losses.objective import policy_objective
 
     # The loss that loads a reference.
@@ -391,7 +365,7 @@ def write_losses(directory: Path, ranks: Ranks, target: Path, of: dict[str, dict
         engine.policy.objective = policy_objective(loss_config(directory, loss))
         for chosen in (range(7), (0, 5)):
             stem = target / f"{name}, {len(chosen)}"
-            if ranks.is_leader:
+            if leads(engine):
                 sequences = with_reference(engine, off_policy_sequences())
                 stats = engine.update([sequences[i] for i in chosen], version=VERSION)
                 stem.with_suffix(".json").write_text(json.dumps(plain_stats(stats)))
@@ -401,8 +375,6 @@ def write_losses(directory: Path, ranks: Ranks, target: Path, of: dict[str, dict
                     entropies = {i: scores.entropies for i, scores in engine.score_policy(sequences).items()}
                     np.savez(target / "entropies.npz", **by_name(entropies))
                 stop_following(engine)
-            else:
-                follow_once(engine)
             tensors: dict[str, Any] = engine.policy.optimizer.tensors()
             whole = {name: tensor.full_tensor().numpy() for name, tensor in tensors.items()}
             if ranks.is_leader:
@@ -457,13 +429,10 @@ def adapted_config(directory: Path, variant: dict[str, Any]) -> Config:
 
 def adapted(directory: Path) -> None:
     """For every variant two steps of adapters, the second on one sequence alone; weights, scores and a checkpoint."""
-    from async_rl.learner.engine.fsdp_engine import FsdpEngine
-
     ranks = init_ranks(adapted_config(directory, {}))
     for name, variant in ADAPTED.items():
         engine = FsdpEngine(adapted_config(directory, variant), ranks)
-        if not ranks.is_leader:
-            follow_once(engine)
+        if not leads(engine):
             continue
         train_adapters(engine, directory / f"ranks_{ranks.world_size}" / name)
         stop_following(engine)
@@ -510,6 +479,19 @@ def fail_between_commands(directory: Path, engine: Any) -> None:
 def save(engine: Any, directory: Path, step: int) -> None:
     directory.mkdir(parents=True)
     engine.save(directory, {"step": step})
+
+
+def laid_out_engine(config: Config, ranks: Ranks, **settings: Any) -> FsdpEngine:
+    """An engine under the layout that ``config`` names."""
+    ranks.layout = Layout.of(config.parallel, ranks.world_size)
+    return FsdpEngine(config, ranks, **settings)
+
+
+def leads(engine: Any) -> bool:
+    """Whether this rank leads. Another one follows until ``stop_following``."""
+    if not engine._ranks.is_leader:
+        follow_once(engine)
+    return engine._ranks.is_leader
 
 
 def follow_once(engine: Any) -> None:
@@ -608,14 +590,11 @@ SOURCES = {1: (2,), 2: (1, 4), 3: (2,), 4: ()}
 
 def resharded(directory: Path) -> None:
     """Load the checkpoints that are there and save them again; then a step and a checkpoint of this number's own."""
-    from async_rl.learner.engine.fsdp_engine import FsdpEngine
-
     ranks = init_ranks(tiny_config(directory, "model"))
     number = ranks.world_size
     for name, sections in RESHARDED.items():
         engine = FsdpEngine(tiny_config(directory, "model", **sections), ranks)
-        if not ranks.is_leader:
-            follow_once(engine)
+        if not leads(engine):
             continue
         for source in SOURCES[number]:
             if (path := directory / name / f"of-{source}").exists():
@@ -642,13 +621,10 @@ def optimized(directory: Path) -> None:
     One rank loads it into a new engine. Two ranks also save the state that they load from one rank. Each checkpoint's
     tensors are written as ``ranks_<world size>/<case>/<name>.pt``.
     """
-    from async_rl.learner.engine.fsdp_engine import FsdpEngine
-
     ranks = init_ranks(tiny_config(directory, "model"))
     for name, sections in OPTIMIZERS.items():
         engine = FsdpEngine(tiny_config(directory, "model", **sections), ranks)
-        if not ranks.is_leader:
-            follow_once(engine)
+        if not leads(engine):
             continue
         target = directory / f"ranks_{ranks.world_size}" / name
         engine.update(batch_for(0), version=0)
@@ -669,127 +645,20 @@ def optimized(directory: Path) -> None:
     ranks.close()
 
 
-MEASURED: dict[str, dict[str, Any]] = {
-    "resharded, few tokens": {"learner": {"max_tokens": 32}},
-    "gathered": {"learner": {"max_tokens": 64, "reshard": "after_backward"}},
-    "bfloat16": {"model": {"dtype": "bfloat16"}},
-    "bfloat16, gathered": {"model": {"dtype": "bfloat16"}, "learner": {"reshard": "none"}},
-    "tensor": {"parallel": {"tensor": 2}},
-    "tensor, recomputed": {"parallel": {"tensor": 2}, "model": {"gradient_checkpointing": "full"}},
-    "tensor, few tokens": {"parallel": {"tensor": 2}, "learner": {"max_tokens": 32}},
-    "sequence": {"parallel": {"sequence": 2}},
-    "sequence, recomputed": {"parallel": {"sequence": 2}, "model": {"gradient_checkpointing": "full"}},
-    "pipeline": {"parallel": {"pipeline": 2}},
-    "pipeline, few tokens": {"parallel": {"pipeline": 2}, "learner": {"max_tokens": 32}},
-    "experts": {"parallel": {"experts": 2}},
-    "experts, few tokens": {"parallel": {"experts": 2}, "learner": {"max_tokens": 32}},
-}
-"""Sections of the config with which two ranks are measured."""
-MEASURED_IN_CI = ("gathered", "bfloat16", "tensor, recomputed", "sequence", "pipeline", "experts")
-CHUNKS = {"cpu": (1 << 16, 1 << 16)}
-"""Bytes of logits, whose usual ones would be much more than a tiny model."""
-
-
-def measured_config(directory: Path, model: str, sections: dict[str, Any]) -> Config:
-    learner = {"max_tokens": 256} | sections.get("learner", {})
-    return tiny_config(directory, model, **(sections | {"learner": learner}))
-
-
-def measured_model(sections: Mapping[str, Any]) -> str:
-    return "experts" if "experts" in sections.get("parallel", {}) else "model"
-
-
-def peak_of_step(config: Config, ranks: Ranks | None = None) -> int:
-    """The bytes of a rank's weights and state, and of what is alive at once in steps of three micro-batches: of the
-    rank that has most. There are three steps, so that what a step leaves alive would count again.
-    """
-    from async_rl.learner.engine.fsdp_engine import FsdpEngine
-    from tests.learner.engine.live_bytes import LiveBytes, local_bytes
-
-    ranks = ranks or init_ranks(config)
-    engine = FsdpEngine(config, ranks)
-    kept = local_bytes([*engine.policy.model.parameters(), *engine.policy.optimizer.tensors().values()])
-    with LiveBytes() as live:
-        if ranks.is_leader:
-            # Three micro-batches for each of the ranks that have their own.
-            sequences = random_sequences(12 * ranks.layout.num_data_ranks, config.longest_sequence // 4)
-            for _ in range(3):
-                engine.update(sequences, version=0)
-            stop_following(engine)
-        else:
-            follow_once(engine)
-    peaks = [kept + live.peak]
-    if ranks.world_size > 1:
-        peaks = [0] * ranks.world_size
-        dist.all_gather_object(peaks, kept + live.peak)
-    return max(peaks)
-
-
-def measured(directory: Path) -> None:
-    from async_rl.learner import memory_plan
-
-    memory_plan.CHUNK_BYTES = CHUNKS
-    ranks = init_ranks(measured_config(directory, "model", {}))
-    peaks: dict[str, int] = {}
-    for name in (directory / "measured").read_text().splitlines():
-        sections = MEASURED[name]
-        config = measured_config(directory, measured_model(sections), sections)
-        ranks.layout = Layout.of(config.parallel, ranks.world_size)
-        peaks[name] = peak_of_step(config, ranks)
-    if ranks.is_leader:
-        (directory / "peaks.json").write_text(json.dumps(peaks))
-    ranks.close()
-
-
-def resumed(directory: Path) -> None:
-    from tests.learner.resumed_run import start
-
-    start(directory)
-
-
-def laid_out(directory: Path) -> None:
-    from tests.learner.rank_layouts import run_cases
-
-    run_cases(directory)
-
-
-def valued(directory: Path) -> None:
-    from tests.learner.rank_layouts import run_value_cases
-
-    run_value_cases(directory)
-
-
-def on_trunk(directory: Path) -> None:
-    from tests.learner.engine.on_trunk import run_on_trunk
-
-    run_on_trunk(directory)
-
-
-def passed_on(directory: Path) -> None:
-    from tests.learner.rank_layouts import pass_on
-
-    pass_on(directory)
-
-
-def split_attention(directory: Path) -> None:
-    from tests.learner.model.split_attention import compare_parts
-
-    compare_parts(directory)
-
-
-def variants(directory: Path) -> None:
-    from tests.learner.engine.shared_cases import run_variants
-
-    run_variants(directory)
-
-
-def staged(directory: Path) -> None:
-    from tests.learner.layouts.staged import run_staged
-
-    run_staged(directory)
+ELSEWHERE = {
+    "resumed": "resumed_run.start", "laid_out": "rank_layouts.run_cases", "valued": "rank_layouts.run_value_cases",
+    "passed_on": "rank_layouts.pass_on", "on_trunk": "engine.on_trunk.run_on_trunk",
+    "split_attention": "model.split_attention.compare_parts", "variants": "engine.shared_cases.run_variants",
+    "staged": "layouts.staged.run_staged",
+}  # fmt: skip
+"""Scenario -> the function of another module here, which imports this one."""
 
 
 def run_scenario(name: str, directory: Path) -> None:
     """The body of a rank's process."""
     torch.set_num_threads(1)  # the library read OMP_NUM_THREADS before the fork
-    globals()[name](directory)
+    if name in ELSEWHERE:
+        module, _, function = ELSEWHERE[name].rpartition(".")
+        getattr(import_module(f"tests.learner.{module}"), function)(directory)
+    else:
+        globals()[name](directory)

@@ -58,42 +58,35 @@ def kill_at(directory: Path, point: str, world_size: int) -> None:
     assert all(code for code, _ in ended)
 
 
+WITH_RANK_1 = (*ALL, *OF_RANK_1)
+SPLIT = {"parallel": {"sequence": 2}}
+RUNS: dict[str, tuple[int, dict[str, Any], tuple[str, ...], int]] = {
+    "two ranks": (2, {}, OF_TWO, 0),
+    "critic": (1, CRITIC, OF_CRITIC, 2),
+    "one rank, all": (1, {}, ALL, 0),
+    "one rank, stale": (1, {}, OF_STALE, 2),
+    "two ranks, all, stale": (2, {}, WITH_RANK_1, 2),
+    **{
+        f"{name}{what}, all": (size, sections | more, points, bound)
+        for name, sections in {"critic": CRITIC, "teacher": TEACHER, "critic on the policy": ON_TRUNK}.items()
+        for what, size, more, points, bound in (
+            ("", 1, {}, ALL, 2), (", two ranks", 2, {}, WITH_RANK_1, 0), (", adapters", 1, LORA, ALL, 0),
+            (", sequence 2", 2, SPLIT, ALL, 0),
+        )
+    },
+    **{f"{name}, all": (size, {"parallel": parallel}, WITH_RANK_1, 0) for name, (size, parallel) in LAYOUTS.items()},
+}  # fmt: skip
+"""Name -> number of ranks, sections of the config, where it is killed, and the staleness bound. The first two are slow,
+all others long.
+"""
+
+
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("world_size", "sections", "points", "bound"),
     [
-        pytest.param(2, {}, OF_TWO, 0, marks=pytest.mark.slow, id="two ranks"),
-        pytest.param(1, {}, OF_STALE, 2, marks=pytest.mark.long, id="one rank, stale"),
-        pytest.param(1, {}, ALL, 0, marks=pytest.mark.long, id="one rank, all"),
-        pytest.param(1, CRITIC, OF_CRITIC, 2, marks=pytest.mark.slow, id="critic"),
-        pytest.param(1, CRITIC, ALL, 2, marks=pytest.mark.long, id="critic, all"),
-        pytest.param(2, CRITIC, (*ALL, *OF_RANK_1), 0, marks=pytest.mark.long, id="critic, two ranks, all"),
-        pytest.param(1, CRITIC | LORA, ALL, 0, marks=pytest.mark.long, id="critic, adapters, all"),
-        pytest.param(
-            2, CRITIC | {"parallel": {"sequence": 2}}, ALL, 0, marks=pytest.mark.long, id="critic, sequence 2, all"
-        ),
-        pytest.param(1, TEACHER, ALL, 2, marks=pytest.mark.long, id="teacher, all"),
-        pytest.param(2, TEACHER, (*ALL, *OF_RANK_1), 0, marks=pytest.mark.long, id="teacher, two ranks, all"),
-        pytest.param(1, TEACHER | LORA, ALL, 0, marks=pytest.mark.long, id="teacher, adapters, all"),
-        pytest.param(
-            2, TEACHER | {"parallel": {"sequence": 2}}, ALL, 0, marks=pytest.mark.long, id="teacher, sequence 2, all"
-        ),
-        pytest.param(1, ON_TRUNK, ALL, 2, marks=pytest.mark.long, id="critic on the policy, all"),
-        pytest.param(2, ON_TRUNK, (*ALL, *OF_RANK_1), 0, marks=pytest.mark.long, id="critic on the policy, two ranks"),
-        pytest.param(1, ON_TRUNK | LORA, ALL, 0, marks=pytest.mark.long, id="critic on the policy, adapters"),
-        pytest.param(
-            2,
-            ON_TRUNK | {"parallel": {"sequence": 2}},
-            OF_TWO,
-            0,
-            marks=pytest.mark.long,
-            id="critic on the policy, sequence 2",
-        ),
-        *(
-            pytest.param(size, {"parallel": parallel}, (*ALL, *OF_RANK_1), 0, marks=pytest.mark.long, id=f"{name}, all")
-            for name, (size, parallel) in LAYOUTS.items()
-        ),
-        pytest.param(2, {}, (*ALL, *OF_RANK_1), 2, marks=pytest.mark.long, id="two ranks, all, stale"),
+        pytest.param(*run, marks=pytest.mark.slow if name in ("two ranks", "critic") else pytest.mark.long, id=name)
+        for name, run in RUNS.items()
     ],
 )
 def test_a_run_killed_at_every_fault_point_ends_with_the_bits_of_an_undisturbed_one(

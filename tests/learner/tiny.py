@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,9 @@ def tiny_model(directory: Path, *, tied: bool = True, seed: int = 0, **shape: An
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(directory)
     sizes = {
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        **shape,
-    }
+        "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, **shape,
+    }  # fmt: skip
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=len(vocabulary), max_position_embeddings=256, tie_word_embeddings=tied, eos_token_id=0, **sizes
@@ -89,15 +86,7 @@ def random_sequences(count: int, length: int, *, seed: int = 0, spread: int = 0)
 
 def with_behavior(sequence: TrainSequence, logprob: float) -> TrainSequence:
     """``sequence`` as if every trained token had been sampled with this log-probability."""
-    return TrainSequence(
-        sequence_id=sequence.sequence_id,
-        token_ids=sequence.token_ids,
-        loss_mask=sequence.loss_mask,
-        behavior_logprobs=np.where(sequence.loss_mask, logprob, 0.0).astype(np.float32),
-        versions=sequence.versions,
-        advantages=sequence.advantages,
-        temperature=sequence.temperature,
-    )
+    return replace(sequence, behavior_logprobs=np.where(sequence.loss_mask, logprob, 0.0).astype(np.float32))
 
 
 def trained_tokens(sequences: Sequence[TrainSequence]) -> int:
