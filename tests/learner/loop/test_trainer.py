@@ -57,13 +57,14 @@ def test_a_learner_killed_before_its_first_checkpoint_starts_over(tmp_path: Path
 
 
 def test_data_that_ended_goes_on_with_more_epochs(tmp_path: Path):
-    run = make_run(tmp_path, num_rows=4, data={"epochs": 1})
+    # The third step has one group, and a checkpoint that knows of the end.
+    run = make_run(tmp_path, num_rows=5, data={"epochs": 1}, learner={"steps": 9})
     assert run.start().exhausted
-    assert run.steps == [1, 2]
+    assert run.steps == [1, 2, 3]
     retune(run, data={"epochs": 2})
-    PromptStream.__init__(run.queue_state.stream, 4, seed=0, shuffle=False, epochs=2)
+    PromptStream.__init__(run.queue_state.stream, 5, seed=0, shuffle=False, epochs=2)
     assert run.start().exhausted
-    assert run.steps == [1, 2, 3, 4]
+    assert run.steps == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize(
