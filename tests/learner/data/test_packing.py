@@ -22,10 +22,7 @@ from async_rl.learner.data.packing import (
     to_arrays,
 )
 from async_rl.learner.interface import PaddedCost
-from async_rl.learner.losses.batch import LossBatch
-from async_rl.learner.losses.policy import PolicyInputs
-from async_rl.learner.model.policy_model import DeviceBatch
-from async_rl.learner.sequences import COLUMNS, TokenColumns, TrainSequence
+from async_rl.learner.sequences import TrainSequence
 from async_rl.net import wire
 from async_rl.sampling_mask import pack_ids
 from tests.examples import examples
@@ -284,11 +281,3 @@ def test_tokens_after_a_weight_update_are_those_of_newer_weights_than_their_answ
     (micro_batch,) = pack([whole], max_tokens=64, num_ranks=1)[0]
     assert micro_batch.after_update.tolist() == [True, True, False, True, True]
     assert not dummy_micro_batch().after_update.any()
-
-
-@pytest.mark.parametrize("kind", [TrainSequence, MicroBatch, DeviceBatch, LossBatch, PolicyInputs])
-def test_no_field_of_a_class_has_the_name_of_a_column(kind: type[TokenColumns]):
-    # Such a field would replace the column without a word: it would be filled twice, once with the wrong values.
-    own = {name for each in kind.__mro__ if each is not TokenColumns for name in vars(each).get("__annotations__", {})}
-    assert own
-    assert not own & set(COLUMNS)
