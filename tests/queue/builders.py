@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -46,33 +47,17 @@ def rows(count: int) -> list[PlainRow]:
 
 
 def settings(**changes: Any) -> QueueSettings:
-    plain: dict[str, Any] = {
-        "group_size": 2,
-        "groups_per_step": 2,
-        "max_staleness": 1,
-        "sampling": SAMPLING,
-        "updates_per_batch": 1,
-        "sync_every": 1,
-        "max_bytes": 1 << 20,
-        "filter_range": (0.01, 0.99),
-        "refill": True,
-        "max_filtered": 3200,
-        "lease_timeout_s": 10.0,
-        "max_attempts": 3,
-        "max_outage_s": 3600.0,
-        "seed": 0,
-        "generator_timeout_s": 30.0,
-        "on_stale": "drop",
-        "wait_s": 60.0,
-        "accepts_changed_data": False,
-        "temperature_end": None,
-        "temperature_steps": 1,
-        "vocab_size": None,
-        "max_turns": 1,
-        "max_abs_reward": 1e6,
-        "max_refused_share": 0.1,
-    }
-    return QueueSettings(**(plain | changes))
+    """Those of ``make_config`` but for what keeps numbers small and leases simple."""
+    simple = {
+        "max_bytes": 1 << 20, "max_filtered": 3200, "lease_timeout_s": 10.0, "on_stale": "drop", "temperature_steps": 1,
+        "mask_truncated": False, "run_ahead": "bound",
+    }  # fmt: skip
+    return replace(_settings_of_config(), **simple | changes)
+
+
+@functools.cache
+def _settings_of_config() -> QueueSettings:
+    return QueueSettings.from_config(make_config("none"), vocab_size=None)
 
 
 def make_state(

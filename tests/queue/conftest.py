@@ -6,20 +6,24 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
+import zmq
 
 from async_rl.config.config import Config
 from async_rl.config.loading import config_to_toml
+from async_rl.net.keys import ClientKeys
 from async_rl.process.child import PARENT_WATCH_FD, watch_parent
 from async_rl.queue.client.clients import GeneratorQueue, LearnerQueue
 from async_rl.queue.messages import Announcement
 from async_rl.run.queue_files import read_record
 from tests.forked import Forked, preload
 from tests.queue import serve
+from tests.queue.direct import Run
 
 preload("tests.queue.serve")
 
@@ -78,6 +82,14 @@ class Servers:
         assert record is not None
         return Server(process, record.address)
 
+    def run(self, config: Config, *options: str) -> tuple[Server, LearnerQueue, GeneratorQueue]:
+        """A server, a learner that has attached, and a generator that has said hello."""
+        server = self.start(config, *options)
+        learner, generator = self.learner(server.address), self.generator(server.address)
+        attach(learner)
+        generator.hello(DEADLINE_S, "fake")
+        return server, learner, generator
+
     def learner(self, address: str, *, timeout_s: float = DEADLINE_S) -> LearnerQueue:
         queue = LearnerQueue(address, timeout_s)
         self._clients.append(queue)
@@ -101,6 +113,26 @@ def servers(tmp_path: Path) -> Iterator[Servers]:
     made = Servers(tmp_path)
     yield made
     made.close()
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    """A server without sockets, whose learner has attached and announced version 0."""
+    with closing(Run(tmp_path, monkeypatch)) as made:
+        made.attach()
+        made.announce(0)
+        yield made
+
+
+@contextmanager
+def dealer(address: str, keys: ClientKeys | None) -> Iterator[zmq.Socket[bytes]]:
+    """A bare client, to say what no client of ours would."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        if keys is not None:
+            keys.identify(socket)
+        socket.connect(address)
+        yield socket
 
 
 def attach(queue: LearnerQueue, lineage: str = "line-a", *, snapshot: bytes | None = None, **changes: object) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from random import Random
 from typing import Literal
 
-from async_rl.queue.messages import NotReady
 from tests.queue.world import GENERATORS, Ages, Return, World
 
 Event = Callable[[World, Random], None]
@@ -109,31 +108,6 @@ def train_on(world: World, random: Random) -> None:
             world.ack(updates)
 
 
-def starve(world: World, random: Random) -> None:
-    """A step waits, after some with quick groups, while a generator that has gone silent holds all leases."""
-    lost, alive = random.sample(GENERATORS, 2)
-    for _ in range(random.randint(1, 3)):  # times that binary fractions hold exactly, as all do here
-        world.announce()
-        world.activate(alive)
-        world.ask(alive, 4)
-        world.pass_time(random.choice((0.125, 0.5)))
-        for lease_id in list(world.generators[alive].leases):
-            world.give(alive, lease_id)
-        world.take()
-        if world.taken is not None:
-            world.pass_time(random.choice((1.0, 4.0)))
-            world.ack(world.knobs.updates)
-    while world.taken is not None or not isinstance(world.take(), NotReady):
-        world.pass_time(1.0)
-        world.ack(world.knobs.updates)
-    world.announce()
-    world.activate(lost)
-    while world.ask(lost, 4).leases:
-        pass
-    world.activate(alive)
-    world.expect_pace_to_give_way(alive)
-
-
 def announce(world: World, random: Random) -> None:
     world.announce()
 
@@ -176,7 +150,7 @@ def restart_server(world: World, random: Random) -> None:
 
 EVENTS: dict[Event, int] = {
     ask: 12, give: 14, give_everything: 6, give_again: 2, fail: 2, fail_everything: 2, heartbeat: 4, go_away: 2,
-    pass_time: 4, take: 6, ack: 8, train_on: 2, starve: 2, announce: 2, evaluate: 1, collect_evaluations: 1,
+    pass_time: 4, take: 6, ack: 8, train_on: 2, announce: 2, evaluate: 1, collect_evaluations: 1,
     snapshot: 1, commit_checkpoint: 2, restart_learner: 2, wake_old_learner: 1, restart_server: 2,
 }  # fmt: skip
 """How often each is drawn."""

@@ -7,17 +7,20 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
+from async_rl.errors import QueueError
 from async_rl.queue.core import generator_requests, learner_requests, persistence
 from async_rl.queue.core.admission import LearnerSide
 from async_rl.queue.core.failures import Attempts, FailedPlace
 from async_rl.queue.core.learning_signal import Beginning, SignalWatch, Streak
 from async_rl.queue.core.ledger import Account, Ledger, Outcomes, Sums
 from async_rl.queue.core.persistence import KEPT_AT_RESTORE, KNOWN_AT_RESTORE
-from async_rl.queue.core.prompts import StreamCursor
+from async_rl.queue.core.prompts import PromptStream, StreamCursor
 from async_rl.queue.core.state import PersistedState, QueueState, encode_state, persisted
 from async_rl.queue.messages import Announcement
 from async_rl.queue.storage.journal import Kind
-from tests.queue.builders import LINEAGE, make_state
+from tests.queue.builders import LINEAGE, make_state, rows, settings
+from tests.queue.witness import Knobs
+from tests.queue.world import World
 
 pytestmark = pytest.mark.usefixtures("fixed_admission")
 
@@ -131,3 +134,64 @@ def test_a_snapshot_counts_what_is_in_flight_as_not_yet_drawn():
     found = persistence.read_snapshot(state, learner_requests.snapshot(state, LINEAGE, 0.0), step=0, version=0)
     assert found.state.cursor == StreamCursor(2, [0, 1])
     assert state.cursor == StreamCursor(2, [])
+
+
+# A queue server that dies alone: the next one goes on from what was written down. See ``test_core_machine``, too.
+
+
+def make_world(**changes) -> World:
+    """Bound 1. Positions 0 and 1 taken, 2 queued, 3 in flight at g0."""
+    world = World(Knobs(**changes))
+    world.ask("g0", 4)
+    for lease_id in list(world.generators["g0"].leases)[:3]:
+        world.give("g0", lease_id)
+    world.take()
+    return world
+
+
+def test_every_lease_may_grow_anew():
+    # The lease timeout is 10 s; nothing was heard of the lease for 9 when the server died.
+    world = make_world()
+    world.pass_time(9.0)
+    world.restart_server(clock=500.0)
+    world.pass_time(9.0)
+    assert world.ledger["in_flight"] == 1
+    world.pass_time(1.0)
+    assert world.ledger["dropped"]["expired"] == 1
+
+
+def test_no_time_passes_while_no_server_runs_however_often_it_dies():
+    # Queued 2 s under the first server, 3 s under the second, 4 s under the third.
+    world = make_world()
+    world.ack(1)
+    world.announce()
+    for clock, seconds in ((0.0, 2.0), (1000.0, 3.0), (50.0, 4.0)):
+        if clock:
+            world.restart_server(clock)
+        world.pass_time(seconds)
+    world.activate("g1")
+    world.ask("g1", 1)
+    for lease_id in list(world.generators["g1"].leases):
+        world.give("g1", lease_id)
+    taken = world.expect_batch()
+    assert {item.prompt.position: item.queued_s for item in taken}[2] == pytest.approx(9.0)
+
+
+def load_into(digest: str, world: World, **changes) -> QueueState:
+    state = QueueState(settings(**changes), rows(12), PromptStream(12, seed=0), data_digest=digest)
+    persistence.load(state, world.entries, encode_state(world.state), {}, {}, 0.0)
+    return state
+
+
+def test_records_of_other_training_rows_are_refused_unless_asked_for():
+    world = make_world()
+    with pytest.raises(QueueError, match="expected rows with digest"):
+        load_into("other", world)
+    assert load_into("other", world, accepts_changed_data=True).stats().depth == 1
+
+
+def test_records_that_are_not_understood_are_refused_by_name():
+    world = make_world()
+    next(iter(world.entries["group"].values()))["group"].pop("ref")
+    with pytest.raises(QueueError, match=r"another version of async-rl: ValidationError: .*`ref`.*journal_dir"):
+        load_into("", world)

@@ -355,35 +355,6 @@ class World(Witness):
                     call()
         self.settle()
 
-    def expect_pace_to_give_way(self, name: str) -> None:
-        """While a step waits for groups, a lease that pace holds back is given, or is refused for another reason, by
-        the time at which the limit must have grown so far, and the request that waits for it is woken by then.
-
-        Groups in flight count, also those of generators that are lost.
-        """
-        pace = self.state.run_ahead
-        if pace.setting != "auto" or not isinstance(self.take(), NotReady) or not pace.step_s:
-            return
-        if not self.is_paced(name):
-            return
-        outstanding = self.ledger["taken"] + self.ledger["in_flight"] + self.ledger["queued"]
-        # A quarter of a batch of 2 groups in each quarter of a step, and the one that is running.
-        parts = 2 * (outstanding + 1 - pace.limit(self.state.now)) + 1
-        until = self.now + parts * max(0.01, pace.step_s / 4)
-        while (deadline := self.state.next_deadline) is not None and deadline <= until + 1e-6:
-            revision = self.state.revision
-            self.pass_time(deadline - self.now)
-            if self.state.revision > revision and not self.is_paced(name):
-                return
-        raise AssertionError(
-            f"the step waits, and pace gives no lease: limit {pace.limit(self.state.now)}, {outstanding} outstanding"
-        )
-
-    def is_paced(self, name: str) -> bool:
-        """Ask for a lease; whether pace holds it back."""
-        granted = self.ask(name, 1)
-        return not granted.leases and granted.reason.startswith("sampling is far enough ahead")
-
     # The queue server.
 
     def restart_server(self, clock: float = 0.0) -> None:
