@@ -204,45 +204,6 @@ def test_damaged_groups_count_as_rolled_back_and_are_named_by_file(
     run.close()
 
 
-def test_a_damaged_answer_of_an_evaluation_is_sampled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    run = Run(tmp_path, monkeypatch)
-    run.attach()
-    run.announce(0)
-    run.evaluate()
-    while not run.server._state.evals.finished:
-        run.sample(0)
-    state = run.server._state
-    run.close()
-    for path in (tmp_path / "journal").glob("group-*"):
-        path.unlink()
-    run = Run(tmp_path, monkeypatch)
-    reply = run.learner(messages.GetEvalResults(LINEAGE, ()))
-    assert reply.fields["results"] == []
-    assert state.eval_ledger.groups.queued == 2
-    state = run.server._state
-    assert (state.eval_ledger.groups.queued, state.eval_ledger.groups.dropped["rolled_back"]) == (0, 2)
-    state.check()
-    run.announce(0)
-    while not state.evals.finished:
-        run.sample(0)
-    (result,) = run.learner(messages.GetEvalResults(LINEAGE, ())).fields["results"]
-    assert len(result["groups"]) == 2
-    run.close()
-
-
-def test_a_journal_that_lost_its_end_is_said_when_the_learner_attaches(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    killed = Killed(tmp_path, monkeypatch)
-    directory = tmp_path / "hurt"
-    shutil.copytree(tmp_path / "left", directory / "journal")
-    (directory / "journal" / "index.sqlite-wal").unlink()
-    run, trained = killed.finish(directory, restarts_learner=True)
-    assert "the journal's last record is of step 2, but the learner's checkpoint of step 3" in caplog.text
-    assert len(trained) == len(set(trained)) == 2 * NUM_STEPS
-    run.close()
-
-
 def test_a_run_goes_on_with_another_journal_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     killed = Killed(tmp_path, monkeypatch)
     run, trained = killed.finish(tmp_path / "elsewhere", restarts_learner=True)

@@ -18,8 +18,11 @@ from async_rl.queue.core.groups import ReadyGroups
 from async_rl.queue.core.leases import LeaseTable
 from async_rl.queue.core.ledger import Ledger
 from async_rl.queue.storage.journal import Changes
+from async_rl.queue.storage.payloads import Payload, PayloadRef
 from tests.examples import some
 from tests.queue.direct import LINEAGE, NUM_STEPS, Faults, FaultyIndex, Run
+from tests.queue.witness import Knobs
+from tests.queue.world import World
 
 STORAGE_CALLS = ((os, "pwritev"), (os, "open"), (os, "fstat"), (Path, "rename"), (Path, "unlink"))
 STATE_CALLS = (
@@ -139,10 +142,7 @@ def test_a_bug_without_a_journal_stops_the_run_with_the_cause(tmp_path: Path, mo
         buggy_run(tmp_path / "run", monkeypatch, [(LeaseTable, "add")], 1, has_journal=False)
 
 
-def test_a_ledger_that_does_not_add_up_stops_the_run_and_the_learner_is_told(tmp_path: Path, monkeypatch):
-    run = Run(tmp_path, monkeypatch)
-    run.learner(messages.Attach("run", LINEAGE, "", 0, 0, NUM_STEPS, "[run]", (), has_snapshot=False))
-    run.announce(0)
+def test_a_ledger_that_does_not_add_up_stops_the_run_and_the_learner_is_told(run):
     assert len(run.take(0)) == 2
     run.server._state.ledger.groups.queued += 1
     run.post(b"learner", messages.StepAck(LINEAGE, 0, 1, messages.TrainedCounts(True, 4, {}, 12, {})))
@@ -151,12 +151,9 @@ def test_a_ledger_that_does_not_add_up_stops_the_run_and_the_learner_is_told(tmp
     ((peer, reply),) = [(peer, m) for peer, m in run.endpoint.sent if m.type == "error"]
     assert peer == b"learner"
     assert "ledger of groups does not add up" in reply.fields["message"]
-    run.close()
 
 
-def test_status_is_answered_while_a_commit_waits_for_room(tmp_path: Path, monkeypatch, caplog):
-    run = Run(tmp_path, monkeypatch)
-    run.learner(messages.Attach("run", LINEAGE, "", 0, 0, NUM_STEPS, "[run]", (), has_snapshot=False))
+def test_status_is_answered_while_a_commit_waits_for_room(run, monkeypatch, caplog):
     faults = Faults(monkeypatch, no_room(errno.ENOSPC))
     faults.failing = range(1, 6)
     assert run.server._journal is not None
@@ -186,4 +183,56 @@ def test_status_is_answered_while_a_commit_waits_for_room(tmp_path: Path, monkey
     assert (b"learner", "not_ready") not in types
     run.turn()
     assert run.endpoint.sent[-1][1].type == "not_ready"
-    run.close()
+
+
+# A payload that can't be kept changes nothing: the return is repeated, and the run ends as if nothing was.
+
+
+class Refuser:
+    """The store's ``keep``: it refuses the calls whose numbers are in ``refused``."""
+
+    def __init__(self, world: World, refused: frozenset[int]) -> None:
+        self._keep, self._refused = world.payloads.keep, refused
+        self.num_calls = 0
+
+    def keep(self, payload: Payload) -> PayloadRef:
+        self.num_calls += 1
+        if self.num_calls in self._refused:
+            raise QueueError("the disk is full")
+        return self._keep(payload)
+
+
+class FaultyWorld(World):
+    """Its generators repeat what was refused, as clients do. ``settle`` finds half-done changes."""
+
+    refuser: Refuser | None = None
+    num_repeated = 0
+
+    def put(self, lease_id: str):
+        try:
+            return super().put(lease_id)
+        except QueueError:
+            self.settle()
+            self.num_repeated += 1
+            return self.put(lease_id)
+
+
+def live(refused: frozenset[int], monkeypatch: pytest.MonkeyPatch) -> tuple[FaultyWorld, int]:
+    """One history: 3 steps, an evaluation and a checkpoint, with these calls of ``keep`` refused."""
+    world = FaultyWorld(Knobs(num_steps=3))
+    refuser = Refuser(world, refused)
+    monkeypatch.setattr(world.payloads, "keep", refuser.keep)
+    world.evaluate(exclusive=False)
+    world.run_to_the_end()
+    return world, refuser.num_calls
+
+
+def test_every_refused_keep_leaves_the_same_end(monkeypatch):
+    plain, num_calls = live(frozenset(), monkeypatch)
+    # 3 steps of 2 groups, and 2 rows of the evaluation.
+    assert num_calls >= 8
+    for number in range(1, num_calls + 1):
+        world, _ = live(frozenset({number}), monkeypatch)
+        assert world.num_repeated == 1
+        assert world.books.trained == plain.books.trained
+        assert world.ledger == plain.ledger

@@ -1,3 +1,5 @@
+"""The journal and the files of payloads: commits, restarts, damage, and disks without room."""
+
 import errno
 import os
 import random
@@ -7,20 +9,26 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
-import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
+import zmq
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from msgspec.structs import asdict
 
-from async_rl.errors import ConfigError, QueueError
-from async_rl.net.wire import pack_plain
+from async_rl.errors import ConfigError, QueueError, StorageFullError
+from async_rl.net.wire import decode, encode
+from async_rl.queue.client.clients import LearnerQueue
+from async_rl.queue.storage import payloads
 from async_rl.queue.storage.index import is_damage, write_meta
-from async_rl.queue.storage.journal import Change, Journal, Saved, file_system_of, is_network_file_system, unpack
-from async_rl.queue.storage.payloads import PayloadRef
+from async_rl.queue.storage.journal import Change, Journal, Saved, file_system_of, is_network_file_system
+from async_rl.queue.storage.payloads import Files, PayloadRef, disk_error
 from tests.examples import examples
 from tests.full_disk import file_size_limit
 
@@ -52,51 +60,6 @@ def group_names(directory: Path) -> list[str]:
 # Records.
 
 
-def test_what_was_committed_is_there_after_a_restart(tmp_path: Path):
-    with closing(Journal(tmp_path)) as journal:
-        assert journal.load() is None
-        ref = journal.keep(b"body")
-        journal.commit([put("a", ref), Change("lease", "l", {"none": None, "x": 0.5})], {"queue": b"1", "other": b"2"})
-        journal.commit([Change("lease", "l", {"x": 1.5})], {"queue": b"3"})
-    journal, saved, refs = reopened(tmp_path)
-    with closing(journal):
-        assert refs == {"a": ref}
-        assert saved.entries["lease"] == {"l": {"x": 1.5}}
-        assert saved.entries["closed_lease"] == {}
-        assert saved.state == {"queue": b"3", "other": b"2"}
-        assert journal.read(ref) == b"body"
-
-
-def test_of_changes_of_one_record_the_last_counts(tmp_path: Path):
-    with closing(Journal(tmp_path)) as journal:
-        fields = {"x": 1}
-        journal.commit([Change("closed_lease", "a", None), Change("closed_lease", "a", fields)], {})
-        journal.commit([Change("closed_lease", "b", fields), Change("closed_lease", "b", None)], {})
-        saved = journal.load()
-    assert saved is not None
-    assert saved.entries["closed_lease"] == {"a": fields}
-
-
-def test_an_empty_commit_is_a_commit(tmp_path: Path):
-    with closing(Journal(tmp_path)) as journal:
-        journal.commit([], {})
-    journal, saved, refs = reopened(tmp_path)
-    journal.close()
-    assert (refs, saved.state) == ({}, {})
-
-
-def test_a_commit_before_adoption_would_free_bodies_and_is_a_bug(tmp_path: Path):
-    with closing(Journal(tmp_path)) as journal:
-        journal.commit([put("a", journal.keep(b"body"))], {})
-    with closing(Journal(tmp_path)) as journal, pytest.raises(AssertionError):
-        journal.commit([], {})
-
-
-def test_plain_data_is_packed_with_any_keys():
-    plain = {"attempts": {17: [1, 2]}, "none": None, "digest": 2**64 - 1}
-    assert unpack(pack_plain(plain)) == plain
-
-
 def test_the_log_stays_bounded(tmp_path: Path):
     with closing(Journal(tmp_path)) as journal:
         for number in range(3000):
@@ -104,70 +67,6 @@ def test_the_log_stays_bounded(tmp_path: Path):
         # A log of 1000 pages of 4 KiB and little more.
         assert (tmp_path / "index.sqlite-wal").stat().st_size < 5 << 20
         assert (tmp_path / "index.sqlite").stat().st_size < 1 << 20
-
-
-# Payloads and disk space.
-
-
-def test_files_go_with_the_commit_not_with_the_release(tmp_path: Path):
-    with closing(Journal(tmp_path)) as journal:
-        ref = journal.keep(b"body")
-        journal.commit([put("a", ref)], {})
-        journal.release(ref)
-        assert group_names(tmp_path) == ["group-0000000001"]
-        journal.commit([delete("a")], {})
-        assert group_names(tmp_path) == []
-
-
-def test_bodies_that_no_committed_record_names_are_gone_after_a_restart(tmp_path: Path):
-    with closing(Journal(tmp_path)) as journal:
-        ref = journal.keep(b"named")
-        journal.commit([put("a", ref)], {})
-        journal.keep(b"not named")
-    journal, _, refs = reopened(tmp_path)
-    with closing(journal):
-        journal.commit([], {})
-        assert group_names(tmp_path) == ["group-0000000001"]
-        assert journal.read(refs["a"]) == b"named"
-
-
-def test_a_restart_never_uses_the_number_of_a_file_again(tmp_path: Path):
-    with closing(Journal(tmp_path)) as journal:
-        ref = journal.keep(b"body")
-        journal.release(ref)
-        journal.commit([], {})
-    assert group_names(tmp_path) == []
-    journal, _, _ = reopened(tmp_path)
-    with closing(journal):
-        assert journal.keep(b"body").number == ref.number + 1
-
-
-def test_a_damaged_byte_is_an_error_that_names_the_file(tmp_path: Path):
-    with closing(Journal(tmp_path)) as journal:
-        ref = journal.keep(b"body")
-        with (tmp_path / "group-0000000001").open("r+b") as file:
-            file.write(b"B")
-        with pytest.raises(QueueError, match=r"group-0000000001: .* damaged"):
-            journal.read(ref)
-
-
-def test_a_commit_that_the_disk_refuses_leaves_the_last_one(tmp_path: Path):
-    with closing(Journal(tmp_path)) as journal:
-        ref = journal.keep(b"body")
-        journal.commit([put("a", ref)], {"queue": b"old"})
-        journal.release(ref)
-        changes, state = [delete("a"), Change("lease", "l", {})], {"queue": bytes(1 << 20)}
-        with file_size_limit(1 << 18), pytest.raises(QueueError, match=str(tmp_path)):
-            journal.commit(changes, state)
-        saved = journal.load()
-        assert saved is not None
-        assert (saved.state, set(saved.entries["group"]), saved.entries["lease"]) == ({"queue": b"old"}, {"a"}, {})
-        assert group_names(tmp_path) == ["group-0000000001"]
-        journal.commit(changes, state)
-        saved = journal.load()
-        assert saved is not None
-        assert (len(saved.state["queue"]), saved.entries["lease"]) == (1 << 20, {"l": {}})
-        assert group_names(tmp_path) == []
 
 
 def test_a_record_that_cannot_be_written_down_fails_its_commit_whole(tmp_path: Path):
@@ -336,60 +235,14 @@ def test_a_file_system_without_locks_is_refused_with_a_remedy_that_helps(
         Journal(tmp_path)
 
 
-def test_a_closed_journal_gives_its_directory_back_and_a_refused_one_holds_nothing(tmp_path: Path):
-    with (
-        closing(Journal(tmp_path, identity="run 1")),
-        pytest.raises(ConfigError, match=f"in use by process {os.getpid()}"),
-    ):
-        Journal(tmp_path, identity="run 1")
-    with pytest.raises(ConfigError, match=r"expected the journal of run 'run 2', got that of run 'run 1'; .*--fresh"):
-        Journal(tmp_path, identity="run 2")
-    Journal(tmp_path, identity="run 1").close()
-
-
-def test_an_owner_without_an_identity_comes_before_and_after_one_that_has_it(tmp_path: Path):
+def test_a_journal_belongs_to_one_run_from_the_first_that_names_itself_on(tmp_path: Path):
     for identity in ("", "run 1", "", "run 1"):
         Journal(tmp_path, identity=identity).close()
-    with pytest.raises(ConfigError, match="expected the journal of run 'run 2', got that of run 'run 1'"):
+    with pytest.raises(ConfigError, match=r"expected the journal of run 'run 2', got that of run 'run 1'; .*--fresh"):
         Journal(tmp_path, identity="run 2")
-
-
-def test_a_journal_may_be_built_in_one_thread_and_used_in_another(tmp_path: Path):
-    with closing(Journal(tmp_path)) as journal:
-        thread = threading.Thread(target=journal.commit, args=([Change("closed_lease", "a", {})], {}))
-        thread.start()
-        thread.join()
-        saved = journal.load()
-    assert saved is not None
-    assert saved.entries["closed_lease"] == {"a": {}}
 
 
 # The directory.
-
-
-def test_a_file_that_is_no_index_is_moved_aside(tmp_path: Path):
-    for number in (1, 2):
-        content = b"not a database" * 1000 * number
-        (tmp_path / "index.sqlite").write_bytes(content)
-        with closing(Journal(tmp_path)) as journal:
-            assert "index.sqlite is damaged (file is not a database)" in journal.damage
-            assert f"moved aside to index.sqlite.damaged-{number}; what the queue did" in journal.damage
-            assert journal.load() is None
-        assert (tmp_path / f"index.sqlite.damaged-{number}").read_bytes() == content
-
-
-def test_files_of_groups_without_an_index_are_named(tmp_path: Path):
-    with closing(Journal(tmp_path)) as journal:
-        ref = journal.keep(b"body")
-        journal.commit([put("a", ref)], {"queue": b"q"})
-    (tmp_path / "index.sqlite").unlink()
-    with closing(Journal(tmp_path)) as journal:
-        assert "index.sqlite has no records, although there are files of groups" in journal.damage
-        assert journal.load() is None
-        # File numbers go on, and the old file goes with the first commit.
-        assert journal.keep(b"next").number == 2
-        journal.commit([], {})
-    assert group_names(tmp_path) == ["group-0000000002"]
 
 
 def test_a_record_that_another_program_changed_is_damage(tmp_path: Path):
@@ -407,6 +260,7 @@ def test_a_record_that_another_program_changed_is_damage(tmp_path: Path):
             index.execute(statement)
         with closing(Journal(directory)) as journal:
             assert "is damaged" in journal.damage, statement
+        assert (directory / "index.sqlite.damaged-1").exists()
 
 
 def test_only_a_damaged_header_makes_a_readonly_index_a_damaged_one(tmp_path: Path):
@@ -435,12 +289,6 @@ def test_a_journal_of_another_format_is_refused(tmp_path: Path, has_row: bool):
         Journal(tmp_path)
 
 
-def test_a_directory_that_cannot_be_made_is_a_config_error(tmp_path: Path):
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"queue\.journal_dir: can't use"):
-        Journal(tmp_path / "file" / "queue")
-
-
 MOUNTS = r"""
 22 27 0:21 / /proc rw,relatime - proc proc rw
 27 1 254:0 / / rw,relatime - ext4 /dev/vda rw,discard
@@ -455,14 +303,11 @@ MOUNTS = r"""
 @pytest.mark.parametrize(
     "path, expected",
     [
-        ("/var/run", "ext4"),
-        ("/home", "nfs4"),
         ("/home/me/runs", "nfs4"),
         ("/home/local/runs", "xfs"),
         ("/homework", "ext4"),
         ("/mnt/my disk/runs", "fuse.sshfs"),
         ("/data/x", "lustre"),
-        ("/proc/self", "proc"),
     ],
 )
 def test_the_file_system_of_a_path_is_that_of_its_longest_latest_mount(path: str, expected: str):
@@ -473,3 +318,113 @@ def test_shared_file_systems_are_told_from_local_ones():
     shared = ("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "ceph", "beegfs", "afs", "fuse.sshfs", "fuse.juicefs")
     assert all(map(is_network_file_system, shared))
     assert not any(map(is_network_file_system, ("ext4", "xfs", "btrfs", "zfs", "overlay", "tmpfs", "9p", "fuseblk")))
+
+
+# The files of payloads.
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_a_full_disk_is_named_and_leaves_no_part_of_a_file(tmp_path: Path):
+    files = Files(tmp_path)
+    kept = files.keep(b"kept")
+    with file_size_limit(100), pytest.raises(QueueError, match=str(tmp_path)):
+        files.keep(bytes(1000))
+    assert names(tmp_path) == ["group-0000000001"]
+    again = files.keep(b"again")
+    assert (files.read(kept), files.read(again), again.number) == (b"kept", b"again", 3)
+
+
+def test_a_file_that_can_not_be_opened_now_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    files = Files(tmp_path)
+    ref = files.keep(b"body")
+
+    def refuse(self: Path) -> bytes:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(StorageFullError, match="has no room"):
+        files.read(ref)
+    monkeypatch.undo()
+    assert files.read(ref) == b"body"
+
+
+# A disk without room: every call may be made again, and nothing is lost.
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
+
+
+def fail_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, code: int) -> None:
+    """Let the next call of ``owner.name`` fail with this error number."""
+    original: Callable[..., Any] = getattr(owner, name)
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        monkeypatch.setattr(owner, name, original)
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(owner, name, fails)
+
+
+@pytest.mark.parametrize("code", NO_ROOM)
+def test_a_payload_is_kept_at_the_second_try(tmp_path: Path, monkeypatch, code):
+    with closing(Journal(tmp_path)) as journal:
+        first = journal.keep(b"first")
+        fail_once(monkeypatch, os, "write", code)
+        with pytest.raises(StorageFullError, match=r"has no room.*free disk space"):
+            journal.keep(b"second")
+        second = journal.keep(b"second")
+        assert (journal.read(first), journal.read(second)) == (b"first", b"second")
+
+
+def test_a_commit_that_finds_no_room_is_made_again(tmp_path: Path):
+    with closing(Journal(tmp_path)) as journal:
+        ref = journal.keep(b"body")
+        journal.commit([put("a", ref)], {"queue": b"1"})
+        (num_pages,) = journal._index.execute("PRAGMA page_count").fetchone()
+        journal._index.execute(f"PRAGMA max_page_count = {num_pages}")
+        changes = [delete("a"), Change("lease", "l", {"x": "y" * 100_000})]
+        for _ in range(2):
+            with pytest.raises(StorageFullError, match="database or disk is full"):
+                journal.commit(changes, {"queue": b"2"})
+        saved = journal.load()
+        assert saved is not None
+        assert (set(saved.entries["group"]), saved.state) == ({"a"}, {"queue": b"1"})
+        journal._index.execute("PRAGMA max_page_count = 1000000")
+        journal.commit(changes, {"queue": b"2"})
+        saved = journal.load()
+        assert saved is not None
+        assert (set(saved.entries["group"]), set(saved.entries["lease"])) == (set(), {"l"})
+        assert saved.state == {"queue": b"2"}
+
+
+@pytest.mark.parametrize("name", ["SQLITE_IOERR_WRITE", "SQLITE_CANTOPEN"])
+@pytest.mark.parametrize("has_room", [False, True])
+def test_a_probe_tells_whether_sqlite_met_a_full_disk(tmp_path: Path, monkeypatch, name, has_room):
+    error = sqlite3.OperationalError("disk I/O error")
+    error.sqlite_errorcode = getattr(sqlite3, name)
+    if not has_room:
+        fail_once(monkeypatch, payloads.tempfile, "TemporaryFile", errno.EDQUOT)
+    assert isinstance(disk_error(tmp_path, error), StorageFullError) is not has_room
+
+
+@pytest.mark.slow
+def test_the_learner_waits_longer_than_its_limit_while_the_queue_waits_for_room():
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.linger = 0
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+
+        def serve() -> None:
+            peer, frame = router.recv_multipart()
+            # Notices every half second go on for longer than the limit of 3 s; a busy machine may delay each by 2 s.
+            for _ in range(7):
+                time.sleep(0.5)
+                router.send_multipart([peer, encode("notice", {"storage_full": "the disk is full"})])
+            request_id = decode(frame).fields["request_id"]
+            router.send_multipart([peer, encode("ok", {"request_id": request_id})])
+
+        with ThreadPoolExecutor(1) as pool, closing(LearnerQueue(f"tcp://127.0.0.1:{port}", 3.0)) as queue:
+            served = pool.submit(serve)
+            queue.finish("line-a")
+            served.result()
