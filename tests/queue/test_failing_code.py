@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from msgspec import structs
 
-from async_rl.errors import RunStoppedError
 from async_rl.net.codec import encode_group
-from async_rl.queue.client.clients import Returned
 from async_rl.queue.core import diagnosis, generator_requests, learner_requests, persistence
 from async_rl.queue.core.failures import LONGEST_PAUSE_S
 from async_rl.queue.core.groups import read_summary
@@ -25,16 +21,12 @@ from tests.queue.builders import (
     fail,
     fail_until_excluded,
     group,
-    groups_of,
     leases,
-    make_config,
     make_state,
     put,
     rows,
     take,
 )
-from tests.queue.conftest import Servers, attach
-from tests.queue.test_server import events_until, get_leases
 
 DOWN = {"is_transient": True, "place": "ConnectionError at /tool.py:7", "detail": "ConnectionRefusedError: tool:80"}
 
@@ -84,6 +76,8 @@ def test_eight_equal_failures_before_the_first_good_group_stop_the_run_with_the_
     assert "the reward failed 8 times in a row with the same error, and never succeeded" in said
     assert "TypeError: 7 (/r.py, line 3, in score)" in said
     assert "the log of generator 'g0' has the traceback" in said
+    # A run begins with an evaluation, so the learner may wait there.
+    assert learner_requests.eval_wait(state, LINEAGE).stop == said
 
 
 def test_failures_at_different_places_or_of_a_tool_that_starts_late_do_not_stop_the_run():
@@ -113,22 +107,6 @@ def test_two_generators_that_both_fail_eight_times_stop_the_run_and_one_does_not
     assert "never succeeded" in stop(state)
 
 
-def test_an_evaluation_whose_reward_always_fails_stops_the_wait_for_it(servers: Servers, tmp_path: Path):
-    # A run begins with an evaluation, so the learner finds it there.
-    server = servers.start(make_config(str(tmp_path / "run"), queue={"max_attempts": 99}))
-    learner, generator = servers.learner(server.address), servers.generator(server.address)
-    attach(learner)
-    learner.evaluate("line-a", "test", 0, 0, True)
-    generator.hello(10.0, "fake")
-    for number in range(8):
-        assert "0 of 2 rows" in learner.await_eval("line-a", wait_s=0.0).reason
-        (lease,) = get_leases(generator, count=1)
-        generator.fail(lease.lease_id, Failure("reward_error", f"TypeError: {number}", "TypeError at /r.py:3"))
-        events_until(generator, Returned)
-    with pytest.raises(RunStoppedError, match="and never succeeded: TypeError: 7"):
-        learner.await_eval("line-a", wait_s=60.0)
-
-
 # An outage.
 
 
@@ -154,22 +132,6 @@ def test_an_outage_pauses_the_run_and_makes_no_prompt_poison():
     assert len(leases(state, 4, now=now)) == 4
     assert "the run is paused" not in awaited(state, now)
     assert any("the run goes on after" in line for line in state.news)
-
-
-def test_many_outages_make_no_prompt_poison():
-    state = wide_state(max_attempts=3)
-    now = 0.0
-    for _ in range(20):
-        succeed(state, now=now)
-        fail_many(state, 8, now=now, **DOWN)
-        for _ in range(3):
-            now += 40.0
-            fail(state, one_lease(state, now=now), now=now, **DOWN)  # type: ignore[arg-type]
-        now += 40.0
-        # Whatever failed is good now.
-        for _ in range(12):
-            succeed(state, now=now)
-    assert groups_of(state)["dropped"]["poison"] == 0
 
 
 def test_outages_that_come_one_after_the_other_make_no_prompt_poison():
@@ -236,29 +198,6 @@ def test_all_generators_try_again_at_once_when_one_succeeds_after_an_outage():
     assert len(leases(state, 4, generator="g1", now=2.0)) == 1
 
 
-def test_a_waiting_generator_is_told_when_it_may_try_again():
-    state = wide_state()
-    succeed(state)
-    fail_many(state, 8, now=5.0, **DOWN)
-    assert state.next_deadline == 6.0
-    before = state.revision
-    state.expire(6.0)
-    assert state.revision > before
-    # Told once: else the server would never sleep.
-    assert state.next_deadline is None or state.next_deadline > 6.0
-
-
-def test_a_trial_that_expires_makes_room_for_another_one():
-    state = wide_state(lease_timeout_s=10.0)
-    succeed(state)
-    fail_many(state, 8, **DOWN)
-    one_lease(state, now=1.0)
-    assert leases(state, 1, now=5.0) == []
-    state.expire(11.0)
-    assert leases(state, 1, now=12.0) == []
-    assert len(leases(state, 1, now=13.0)) == 1
-
-
 # A broken generator.
 
 
@@ -280,16 +219,6 @@ def test_a_generator_that_fails_where_others_succeed_is_quarantined_and_taken_ba
     succeed(state, generator="bad", now=1.0)
     assert len(leases(state, 4, generator="bad", now=1.0)) == 4
     assert "takes part again" in state.news[-1]
-
-
-def test_a_generator_that_never_succeeded_excludes_no_prompt():
-    state = wide_state(max_attempts=1, num_rows=30)
-    succeed(state, generator="good")
-    for now in range(0, 3000, 60):
-        for lease in leases(state, 8, generator="bad", now=float(now)):
-            fail(state, lease, generator="bad", now=float(now))
-        succeed(state, generator="good", now=float(now)) if now < 1200 else None
-    assert state.excluded.total() == 0
 
 
 # Leases that expire.
@@ -356,15 +285,6 @@ def test_a_prompt_that_kills_its_generators_is_poison():
     assert num_deaths == 3
 
 
-def test_the_leases_of_a_generator_that_sends_malformed_groups_do_not_count():
-    state = wide_state(max_attempts=1)
-    succeed(state)
-    leases(state, 4)
-    generator_requests.quarantine(state, "g0", "malformed groups")
-    assert state.excluded.total() == 0
-    assert [succeed(state, generator="g1") for _ in range(5)] == [0, 1, 2, 3, 4]
-
-
 # Raising rows.
 
 
@@ -375,27 +295,17 @@ def test_a_row_that_raises_while_others_succeed_is_poison():
     assert persistence.ledger_file(state)["excluded"][0]["cause"] == "poison"
 
 
-def test_the_last_rows_of_the_data_that_raise_are_poison_and_no_outage():
+@pytest.mark.parametrize("generator", ["g0", "g1"], ids=["as before", "after a restart, when nobody has succeeded"])
+def test_the_last_rows_of_the_data_that_raise_are_poison_and_no_outage(generator: str):
     state = wide_state(num_rows=4, epochs=1, max_attempts=3)
     succeed(state)
+    if generator == "g1":
+        generator_requests.goodbye(state, "g0", 0.0)
     now = 0.0
-    for _ in range(9):
-        while not (found := leases(state, 1, now=now)):
-            now += 1.0
-        fail(state, found[0], now=now)
-    assert sorted(state.last_excluded) == [1, 2, 3]
-    assert now < 10.0
-
-
-def test_after_a_restart_the_last_rows_of_the_data_that_raise_are_poison_too():
-    # Nobody has succeeded since, and nobody can: without this the run waits for queue.max_outage_s, and then stops.
-    state = wide_state(num_rows=4, epochs=1, max_attempts=3)
-    succeed(state)
-    generator_requests.goodbye(state, "g0", 0.0)
-    now = 0.0
+    # Without this rule the run would wait for queue.max_outage_s, and then stop.
     while len(state.last_excluded) < 3 and now < 600.0:
-        for lease in leases(state, 1, generator="g1", now=now):
-            fail(state, lease, generator="g1", now=now)
+        for lease in leases(state, 1, generator=generator, now=now):
+            fail(state, lease, generator=generator, now=now)
         now += 1.0
     assert sorted(state.last_excluded) == [1, 2, 3]
 
@@ -415,17 +325,6 @@ def test_a_row_that_always_fails_does_not_keep_others_from_their_turn():
     raise AssertionError("row 2 was never tried again")
 
 
-def test_a_row_of_an_evaluation_that_always_fails_does_not_keep_others_from_their_turn():
-    state = make_state(max_attempts=9)
-    learner_requests.evaluate(state, "test", 0, rows(2), 2, SAMPLING, 0, True)
-    turns = list[int]()
-    for _ in range(4):
-        (lease,) = leases(state, 1)
-        turns.append(lease.prompt.row)
-        fail(state, lease, **DOWN)  # type: ignore[arg-type]
-    assert turns == [0, 1, 0, 1]
-
-
 def test_a_last_row_whose_tool_never_answers_is_given_up_in_minutes():
     state = wide_state(num_rows=2, epochs=1, max_attempts=3, max_outage_s=1e6)
     succeed(state)
@@ -435,15 +334,6 @@ def test_a_last_row_whose_tool_never_answers_is_given_up_in_minutes():
         for lease in leases(state, 1, now=now):
             fail(state, lease, now=now, **DOWN)  # type: ignore[arg-type]
     assert 2 * TRANSIENT_WAIT_S <= now <= 2 * (TRANSIENT_WAIT_S + LONGEST_PAUSE_S) + 10
-
-
-def test_prompts_that_failed_in_vain_come_after_new_ones():
-    state = wide_state()
-    succeed(state)
-    fail_many(state, 2)
-    assert [lease.prompt.position for lease in leases(state, 3)] == [3, 4, 5]
-    put(state, group(leases(state, 1)[0]))
-    assert [lease.prompt.position for lease in leases(state, 3)] == [1, 2, 7]
 
 
 def test_an_evaluation_counts_its_raising_rows_as_unanswered_and_goes_on():
@@ -494,25 +384,16 @@ def test_single_failed_rollouts_of_a_good_group_are_counted_too():
     assert (place["detail"], place["rollouts"], place["rows"]) == ("KeyError: 'x'", 1, [0])
 
 
-def test_long_texts_about_failures_do_not_fill_the_journal():
-    # Each commit writes what is known of all places.
+def test_many_places_and_long_texts_do_not_fill_the_journal():
+    # Each commit writes what is known of all places: of twenty by themselves, of the others together.
     state = wide_state(max_attempts=99)
     before = len(encode_state(state))
     for number in range(30):
         fail(state, one_lease(state), place=f"{number:02}".ljust(2000, "p"), detail="d" * 2000)
         succeed(state)
     assert len(encode_state(state)) - before < 30_000
-
-
-def test_of_more_than_twenty_places_the_rest_are_counted_together():
-    state = wide_state(max_attempts=99)
-    succeed(state)
-    for number in range(30):
-        fail(state, one_lease(state), place=str(number))
-        succeed(state)
     places = persistence.ledger_file(state)["failures"]
-    assert len(places) == 21
-    assert sum(place["rollouts"] for place in places) == 60
+    assert (len(places), sum(place["rollouts"] for place in places)) == (21, 60)
 
 
 def test_what_is_known_of_failures_survives_a_return_to_a_checkpoint():
@@ -526,3 +407,42 @@ def test_what_is_known_of_failures_survives_a_return_to_a_checkpoint():
     assert (state.num_good, state.num_outcomes) == (2, 3)
     assert state.proven_code == state.code
     assert [place["rollouts"] for place in persistence.ledger_file(state)["failures"]] == [2]
+
+
+# Prompts that were given up.
+
+
+POISON = {"position": 0, "row": 0, "epoch": 0, "cause": "poison"}
+
+
+def poisoned_queue() -> QueueState:
+    """The prompt at position 0 has failed ``max_attempts`` times."""
+    state = make_state(max_attempts=2)
+    fail_until_excluded(state, 0)
+    return state
+
+
+def test_they_are_named_with_row_and_cause_and_a_return_to_a_snapshot_forgets_later_ones():
+    state = poisoned_queue()
+    for lease in leases(state, 2):
+        put(state, group(lease))
+    take(state)
+    snapshot = ack(state, all_trained(), snapshot=True)
+    (lease,) = leases(state, 1, version=1)
+    fail(state, lease, "prompt_too_long")
+    too_long = {"position": lease.prompt.position, "row": lease.prompt.row, "epoch": 0, "cause": "too_long"}
+    for shown in (persistence.ledger_file(state), persistence.status(state, 0.0)):
+        assert shown["excluded"] == [POISON, too_long]
+    learner_requests.attach(state, "line-b", "line-a", 1, 1, 100, snapshot, 0.0)
+    assert persistence.ledger_file(state)["excluded"] == [POISON]
+    learner_requests.attach(state, "line-c", "line-b", 0, 0, 100, None, 0.0)
+    assert persistence.ledger_file(state)["excluded"] == []
+
+
+def test_a_hundred_are_named_and_all_are_counted():
+    state = make_state(num_rows=200, groups_per_step=200, max_bytes=1 << 24)
+    for lease in leases(state, 150):
+        fail(state, lease, "prompt_too_long")
+    named = [entry["position"] for entry in persistence.ledger_file(state)["excluded"]]
+    assert named == list(range(50, 150))
+    assert persistence.status(state, 0.0)["prompts_too_long"] == 150

@@ -18,7 +18,6 @@ from async_rl.errors import WireError
 from async_rl.net.codec import encode_group, read_as
 from async_rl.net.wire import decode, encode
 from async_rl.queue.core import diagnosis, generator_requests, persistence
-from async_rl.queue.core.groups import read_summary
 from async_rl.queue.core.state import QueueState, encode_state
 from async_rl.queue.messages import (
     GENERATOR_TOTALS,
@@ -168,7 +167,7 @@ def test_forged_messages_exclude_no_prompt_and_harm_no_other_generator(rounds: l
         lies.live()
         lies.check()
     lies.now += 100.0  # what the liar still holds expires
-    for _ in range(2 * len(rounds)):
+    for _ in range(2 * len(rounds) + 2):  # of up to four lies a round, two are sampled at a time
         lies.live()
     lies.check()
     assert not lies.state.stream.requeued, "the other generator samples the prompts of all lies"
@@ -205,14 +204,6 @@ def test_a_prompt_that_failed_goes_to_another_generator_first(lie: str):
     (other,) = leases(state, 1, generator="g0", now=now)
     assert put(state, group(other, generator="g0"), now=now) == "queued"
     assert position in (other.prompt.position, *positions(state, 1, "g0"))
-
-
-def test_a_generator_alone_gets_the_prompt_that_failed_again():
-    state = make_state(groups_per_step=20, max_bytes=1 << 24)
-    first, second = leases(state, 2)
-    fail(state, first)
-    assert put(state, group(second)) == "queued"
-    assert positions(state, 1, "g0") == [first.prompt.position]
 
 
 def test_a_prompt_is_excluded_as_too_long_on_the_word_of_two_generators():
@@ -256,16 +247,6 @@ def test_the_prompts_of_a_generator_that_is_quarantined_for_its_groups_are_charg
     excluded = {found["position"] for found in persistence.excluded(state)}
     # With one attempt a prompt, each refusal excludes it: the generator had a good group before.
     assert excluded == {lease.prompt.position for lease in others[:11]}
-
-
-def test_failed_rollouts_beyond_those_of_the_group_are_not_counted():
-    state = two_generators()
-    (lease,) = leases(state, 1, generator=LIAR)
-    made = encode_group(with_failed(group(lease, generator=LIAR), 1))
-    failed = [FailedRollouts(lease.lease_id, Failure("reward_error", place, place), 2**53) for place in "abc"]
-    verdict, _ = generator_requests.receive(state, LIAR, read_summary(made), made, 0.0, failed)
-    assert verdict in ("queued", "filtered")
-    assert {place: found.rollouts for place, found in state.failed_places.items()} == {"a": 1}
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan, -1, 2**54])

@@ -16,11 +16,9 @@ from async_rl.net.codec import decode_group, encode_group
 from async_rl.queue.core.groups import read_summary, refusal_cause, why_unfit
 from async_rl.records import NO_VERSION, Group, Lease, Prompt, Rollout, Sampling, TokenSequence
 from async_rl.routes import RoutingShape
-from async_rl.sampling_mask import SamplingMask, contains, pack_ids
+from async_rl.sampling_mask import SamplingMask, pack_ids
 from tests.examples import examples
 
-NEWEST = 5
-"""The learner's version in these tests."""
 LEASE = Lease("id", "train", Prompt(7, 0, 0, (), {}), 2, Sampling(1.0, 1.0, 0, 8, 8, ()), "line", 0, 1, 1, 0)
 
 
@@ -59,7 +57,7 @@ def sequences(draw: st.DrawFn, logprobs: list[float], versions: list[int], has_k
 @st.composite
 def groups(draw: st.DrawFn) -> Group:
     logprobs = draw(st.sampled_from([[-0.5, -1.5], [-0.5, -1.5], [-0.5, math.nan, math.inf, -math.inf]]))
-    versions = draw(st.sampled_from([[0, 3, NEWEST], [0, 3, NEWEST], [3, NEWEST + 1], [3, NO_VERSION], [3, -2]]))
+    versions = draw(st.sampled_from([[0, 3, 5], [0, 3, 5], [3, 6], [3, NO_VERSION], [3, -2]]))
     has_kept = draw(st.sampled_from([False, False, False, True]))
     rollouts = st.builds(
         Rollout,
@@ -80,55 +78,6 @@ def groups(draw: st.DrawFn) -> Group:
         temperature=draw(mostly(1.0, 0.5, math.nan)),
         rollouts=tuple(draw(st.lists(rollouts, max_size=4))),
     )
-
-
-def why_unfit_by_rollouts(group: Group, lease: Lease) -> str:
-    """The same judgement, from the decoded group."""
-    if (group.kind, group.position, group.lineage) != (lease.kind, lease.prompt.position, lease.lineage):
-        return (
-            f"expected {lease.kind} position {lease.prompt.position} of lineage {lease.lineage}, got {group.kind} "
-            f"position {group.position} of lineage {group.lineage}"
-        )
-    if len(group.rollouts) != lease.group_size:
-        return f"expected {lease.group_size} rollouts, got {len(group.rollouts)}"
-    if all(rollout.finish_reason == "error" for rollout in group.rollouts):
-        return "every rollout failed"
-    accuracies = [rollout.accuracy for rollout in group.rollouts]
-    if not math.isfinite(sum(rollout.reward for rollout in group.rollouts) + sum(accuracies)):
-        return "a reward is not finite, or too large"
-    sequences = [s for rollout in group.rollouts for s in rollout.sequences]
-    if any((s.versions >= 0).tolist() != s.loss_mask.tolist() for s in sequences):
-        return "expected a version of at least 0 for every sampled token and -1 for other tokens, got others"
-    for index, rollout in enumerate(group.rollouts):
-        if rollout.num_sampled == 0 and rollout.finish_reason != "error":
-            return f"rollout {index} has no sampled token"
-        for sequence in rollout.sequences:
-            if not np.isfinite(sequence.behavior_logprobs[sequence.loss_mask]).all():
-                return f"rollout {index} has a behavior logprob that is not finite"
-    of_kept = [
-        (s.sampling_mask, s.token_ids[s.loss_mask])
-        for r in group.rollouts
-        for s in r.sequences
-        if s.sampling_mask is not None
-    ]
-    if not all(contains(kept, token_ids).all() for kept, token_ids in of_kept):
-        return "a sampled token is not among those that top-p and top-k kept"
-    if any((s.behavior_logprobs[s.loss_mask] > 1e-3).any() for s in sequences):
-        return "logprobs: expected at most 0.001 for a sampled token, got a larger one"
-    for index, sequence in enumerate(sequences):
-        if not len(sequence.loss_mask):
-            return f"lengths: expected at least one token in every sequence, got none in sequence {index}"
-        if sequence.loss_mask[0]:
-            return f"first token: sequence {index} has its first token under the mask, but no token precedes it"
-    if group.temperature != lease.sampling.temperature:
-        return f"expected samples at temperature {lease.sampling.temperature}, got {group.temperature}"
-    if group.num_sampled and of_kept:
-        return "expected no sampling masks under top_p = 1.0, top_k = 0 and min_p = 0.0, got some"
-    versions = sampled_versions(group)
-    if versions and not 0 <= min(versions) <= max(versions) <= NEWEST:
-        expected = f"versions 0..{NEWEST}, which the learner has trained"
-        return f"expected tokens of {expected}, got versions {min(versions)}..{max(versions)}"
-    return ""
 
 
 def sampled_versions(group: Group) -> list[int]:
@@ -153,14 +102,11 @@ def check_against_decoded(payload: bytes) -> None:
         facts.accuracy / max(1, facts.num_rollouts), np.mean([r.accuracy for r in group.rollouts] or [0.0]), rtol=1e-12
     )
     assert [type(x) for x in (facts.num_tokens, facts.oldest_version, facts.accuracy)] == [int, int, float]
-    for size in {LEASE.group_size, facts.num_rollouts}:
-        lease = replace(LEASE, group_size=size)
-        assert why_unfit(facts, lease, newest_version=NEWEST) == why_unfit_by_rollouts(group, lease)
 
 
 @examples(300, num_quick=40)
 @given(groups())
-def test_facts_and_judgement_are_those_of_the_decoded_group(group: Group):
+def test_facts_are_those_of_the_decoded_group(group: Group):
     check_against_decoded(encode_group(group))
 
 
@@ -205,36 +151,6 @@ def test_the_facts_of_a_group_worked_by_hand():
     assert (facts.reward, facts.accuracy, facts.every_rollout_failed, facts.unfit) == (1.5, 2.0, False, "")
 
 
-def test_a_group_of_versions_the_learner_has_not_reached_is_unfit_only_until_it_has():
-    facts = read_summary(encode_group(fit_group()))
-    assert (
-        why_unfit(facts, LEASE, newest_version=1)
-        == "expected tokens of versions 0..1, which the learner has trained, got versions 0..2"
-    )
-    assert why_unfit(facts, LEASE, newest_version=2) == ""
-
-
-def test_a_logprob_off_the_mask_is_nobodys_concern():
-    group = fit_group()
-    for rollout in group.rollouts:
-        rollout.sequences[0].behavior_logprobs[0] = math.nan
-    facts = read_summary(encode_group(group))
-    assert (facts.newest_version, why_unfit(facts, LEASE, newest_version=2)) == (2, "")
-
-
-@pytest.mark.parametrize(("at", "version"), [(0, 0), (0, 99), (1, -1), (3, -5)])
-def test_versions_that_do_not_go_with_the_mask_are_unfit(at: int, version: int):
-    # The first token is the prompt's, the others are sampled.
-    group = fit_group()
-    group.rollouts[1].sequences[0].versions[at] = version
-    assert "a version of at least 0 for every sampled token" in read_summary(encode_group(group)).unfit
-
-
-def test_samples_at_another_temperature_than_the_leases_are_unfit():
-    facts = read_summary(encode_group(structs.replace(fit_group(), temperature=0.9)))
-    assert why_unfit(facts, LEASE, newest_version=2) == "expected samples at temperature 1.0, got 0.9"
-
-
 def chosen_from(sets: list[list[int]]) -> Group:
     """The three tokens 1, 2, 3 of each rollout were chosen from these sets, of a vocabulary of 100."""
     counts, ids = np.array([len(s) for s in sets]), np.concatenate(sets).astype(np.int32)
@@ -249,25 +165,14 @@ def chosen_from(sets: list[list[int]]) -> Group:
 def test_renormalised_logprobs_without_what_was_kept_are_unfit(top_p: float, top_k: int):
     lease = replace(LEASE, sampling=replace(LEASE.sampling, top_p=top_p, top_k=top_k))
     refusal = why_unfit(read_summary(encode_group(fit_group())), lease, newest_version=2)
-    assert refusal == f"expected sampling masks under top_p = {top_p}, top_k = {top_k} and min_p = 0.0, got none"
+    assert refusal.startswith(f"expected sampling masks under top_p = {top_p}, top_k = {top_k}")
     kept = read_summary(encode_group(chosen_from([[1], [2, 9], [0, 3]])))
-    assert why_unfit(kept, lease, newest_version=2) == ""
-    assert why_unfit(kept, LEASE, newest_version=2).startswith("expected no sampling masks under top_p = 1.0")
-
-
-def test_an_evaluation_carries_no_sampling_masks_whatever_its_sampling():
-    lease = replace(LEASE, kind="eval", sampling=replace(LEASE.sampling, top_p=0.9))
-    plain, kept = (structs.replace(group, kind="eval") for group in (fit_group(), chosen_from([[1], [2, 9], [0, 3]])))
-    assert why_unfit(read_summary(encode_group(plain)), lease, newest_version=2) == ""
-    refusal = why_unfit(read_summary(encode_group(kept)), lease, newest_version=2)
-    assert (
-        refusal == "expected no sampling masks under top_p = 0.9, top_k = 0 and min_p = 0.0, in an evaluation, got some"
-    )
-
-
-def test_a_sampled_token_that_was_not_kept_is_unfit():
-    facts = read_summary(encode_group(chosen_from([[1], [9], [0, 3]])))
-    assert facts.unfit == "a sampled token is not among those that top-p and top-k kept"
+    assert why_unfit(kept, lease, newest_version=2, vocab_size=10) == ""
+    assert why_unfit(kept, lease, newest_version=2, vocab_size=9).startswith("token ids: ")
+    assert why_unfit(kept, LEASE, newest_version=2).startswith("expected no sampling masks")
+    # An evaluation has none, whatever its sampling.
+    plain = replace(fit_group(), kind="eval")
+    assert why_unfit(read_summary(encode_group(plain)), replace(lease, kind="eval"), newest_version=2) == ""
 
 
 ROUTING = RoutingShape(num_layers=3, num_experts=8, top_k=2)
