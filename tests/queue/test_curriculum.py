@@ -1,17 +1,16 @@
-"""Curricula: which rows are passed over, that nothing is lost or drawn twice, and that a restart repeats the order."""
+"""The order of prompts: curricula, whose rows may be passed over, sources that take turns, and a single source."""
 
 from __future__ import annotations
 
 from fractions import Fraction
 from random import Random
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rl.config.data import CurriculumConfig
 from async_rl.queue.core import learner_requests
-from async_rl.queue.core.prompts import Curriculum, PassRate, Place, PromptStream, chance, rows_by_source
+from async_rl.queue.core.prompts import Curriculum, Mixture, PassRate, Place, PromptStream, chance
 from async_rl.queue.core.state import QueueState
 from tests.examples import examples
 from tests.queue.builders import LINEAGE, announce, group, leases, put, rows, settings
@@ -20,10 +19,7 @@ ASIDE = CurriculumConfig(solved_at=1.0, unsolved_at=0.0, rest_epochs=2)
 CHANCES = st.one_of(
     st.just({"chance": "uniform"}),
     st.fixed_dictionaries(
-        {
-            "chance": st.sampled_from(["learnability", "failures"]),
-            "min_chance": st.sampled_from([0.05, 0.1, 0.5, 1.0]),
-        }
+        {"chance": st.sampled_from(["learnability", "failures"]), "min_chance": st.sampled_from([0.05, 0.1, 0.5, 1.0])}
     ),
 )
 LIMITS = st.one_of(
@@ -83,11 +79,6 @@ def test_a_solved_row_is_left_out_of_two_epochs_and_then_tried_again():
     assert (stream.cursor.aside[0], stream.epoch) == (4, 3)
 
 
-def test_a_row_that_was_never_sampled_is_sampled():
-    curriculum = Curriculum(CurriculumConfig(chance="failures", min_chance=0.01), 1, seed=0)
-    assert {curriculum.verdict(0, epoch, 0, epoch) for epoch in range(100)} == {"sampled"}
-
-
 def test_rows_are_thinned_at_their_chance():
     curriculum = Curriculum(CurriculumConfig(chance="learnability", min_chance=0.1), 1, seed=0)
     curriculum.replace({0: PassRate(0.25, 0)}, {})
@@ -95,23 +86,6 @@ def test_rows_are_thinned_at_their_chance():
     # 3/4 of 4000 with a standard deviation of 27.
     assert abs(verdicts.count("sampled") - 3000) < 110
     assert set(verdicts) == {"sampled", "thinned"}
-
-
-@given(CONFIGS, st.floats(0, 1))
-def test_every_row_keeps_a_chance_unless_it_is_set_aside(config: CurriculumConfig, rate: float):
-    assert config.min_chance <= chance(config, rate) <= 1
-
-
-@examples(60, num_quick=15)
-@given(CONFIGS, SOURCES, st.integers(0, 1000))
-def test_every_row_comes_again(config: CurriculumConfig, sources: list[tuple[int, int]], seed: int):
-    stream, random = make_stream(config, sources), Random(seed)
-    draw_and_observe(stream, 150, random)
-    epoch = stream.epoch
-    drawn: set[int] = set()
-    while len(drawn) < stream.num_rows and stream.epoch < epoch + 400:
-        drawn |= {row for _, row, _ in draw_and_observe(stream, 10, random)}
-    assert drawn == set(range(stream.num_rows))
 
 
 @examples(60, num_quick=15)
@@ -150,21 +124,6 @@ def test_a_stream_restored_from_its_records_goes_on_in_the_same_order(
     second.curriculum.replace(first.curriculum.rates(), first.curriculum.places)
     again = [draw_and_observe(stream, 60, Random(seed + 1)) for stream in (first, second)]
     assert again[0] == again[1]
-
-
-def test_groups_of_one_row_count_in_the_order_of_epochs_whenever_they_arrive():
-    early_first, late_first = (Curriculum(ASIDE, 1, seed=0) for _ in range(2))
-    for epoch, rate in ((0, 1.0), (1, 0.5)):
-        early_first.observe(0, epoch, rate)
-    for epoch, rate in ((1, 0.5), (0, 1.0)):
-        late_first.observe(0, epoch, rate)
-    assert early_first.rates() == late_first.rates() == {0: PassRate(0.5, 1)}
-
-
-def test_without_a_curriculum_nothing_is_recorded():
-    stream = PromptStream(4, seed=0)
-    draw_and_observe(stream, 12, Random(0))
-    assert (stream.curriculum.rates(), stream.num_passed) == ({}, 0)
 
 
 def test_a_stream_whose_curriculum_is_switched_off_keeps_the_places_of_open_prompts():
@@ -216,21 +175,6 @@ def test_filtered_groups_count_too_and_a_learner_that_is_killed_sees_the_same_pr
     state.check()
 
 
-def test_a_prompt_that_is_sampled_again_is_the_same_row():
-    state = make_state(2)
-    for lease in leases(state, 2):
-        put(state, group(lease, accuracies=(1.0, 1.0) if lease.prompt.row == 0 else (1.0, 0.0)))
-    (lease,) = leases(state, 1)
-    assert (lease.prompt.row, lease.prompt.position) == (1, 2)
-    # Its generator dies, and meanwhile the row's pass rate has changed.
-    state.stream.curriculum.observe(1, 1, 1.0)
-    state.expire(100.0)
-    (other,) = leases(state, 1, now=100.0)  # a new prompt, until a group is good
-    put(state, group(other), now=100.0)
-    (again,) = leases(state, 1, now=100.0)
-    assert again.prompt == lease.prompt
-
-
 def test_the_run_ends_if_all_rows_of_the_last_epochs_rest():
     state = make_state(2, epochs=3)
     for lease in leases(state, 2):
@@ -243,48 +187,75 @@ def test_the_run_ends_if_all_rows_of_the_last_epochs_rest():
     assert state.cursor.aside[0] == 4
 
 
-def test_figures_of_each_source():
-    curriculum = Curriculum(ASIDE, 4, seed=0)
-    curriculum.replace({0: PassRate(1.0, 0), 1: PassRate(0.5, 2), 3: PassRate(0.0, 1)}, {})
-    epochs = PromptStream(4, seed=0).row_epochs + 3
-    assert rows_by_source(["a", "a", "b", "b"])["b"].tolist() == [2, 3]
-    # In epoch 3 row 0 has rested for two epochs, and is due; row 3 rests until epoch 4.
-    assert curriculum.metrics(epochs, rows_by_source(["a", "a", "b", "b"])) == {
-        "curriculum/aside": 0.25,
-        "curriculum/known": 0.75,
-        "curriculum/pass_rate": 0.5,
-        "source/a/aside": 0.0,
-        "source/a/known": 1.0,
-        "source/a/pass_rate": 0.75,
-        "source/b/aside": 0.5,
-        "source/b/known": 0.5,
-        "source/b/pass_rate": 0.0,
-    }
+# Sources that take turns: exact shares at every position, and what an epoch is.
 
 
-# What it is for.
+WEIGHTS = st.lists(st.integers(1, 40), min_size=1, max_size=8)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [ASIDE, CurriculumConfig(chance="learnability"), CurriculumConfig(chance="learnability", solved_at=1.0)],
-    ids=["aside", "learnability", "both"],
-)
-def test_more_groups_have_right_and_wrong_answers_than_in_uniform_order(config: CurriculumConfig):
-    # 80 of 200 rows are always solved, 40 never, 80 at 0.2 to 0.8; groups of 8. Only the last give other advantages
-    # than 0: 2 groups of 5 in uniform order.
-    random = Random(1)
-    solve = [1.0] * 80 + [0.0] * 40 + [random.uniform(0.2, 0.8) for _ in range(80)]
-    shares: list[float] = []
-    for chosen in (CurriculumConfig(), config):
-        stream, useful = PromptStream(200, seed=0, curriculum=chosen), 0
-        for _ in range(1000):
-            position = stream.draw()
-            assert position is not None
-            row = stream.locate(position)[0]
-            right = sum(random.random() < solve[row] for _ in range(8))
-            useful += 0 < right < 8
-            stream.observe(position, right / 8)
-        shares.append(useful / 1000)
-    assert 0.33 < shares[0] < 0.42
-    assert shares[1] > 1.4 * shares[0]
+@given(WEIGHTS)
+def test_after_any_number_of_prompts_every_source_is_within_one_of_its_share(weights: list[int]):
+    mixture = Mixture([1] * len(weights), weights)
+    counts = [0] * len(weights)
+    for position in range(2 * sum(weights)):
+        source, earlier = mixture.locate(position)
+        assert earlier == counts[source] == mixture.count(source, position)
+        counts[source] += 1
+        for count, weight in zip(counts, weights, strict=True):
+            assert abs(count - Fraction((position + 1) * weight, sum(weights))) < 1
+
+
+def test_three_to_one_is_worked_out_by_hand():
+    # Shares 3/4 and 1/4. At the second prompt both are behind by 1/2, and the first goes first. At the third the
+    # first is behind by 9/4 - 2 = 1/4, too little to be due.
+    mixture = Mixture([10, 10], [3, 1])
+    assert [mixture.locate(p) for p in range(8)] == [
+        (0, 0), (0, 1), (1, 0), (0, 2), (0, 3), (0, 4), (1, 1), (0, 5),
+    ]  # fmt: skip
+
+
+@given(WEIGHTS, st.data())
+def test_an_epoch_ends_with_the_last_source_that_has_been_passed_over(weights: list[int], data: st.DataObject):
+    sizes = data.draw(st.lists(st.integers(1, 9), min_size=len(weights), max_size=len(weights)))
+    mixture, epochs = Mixture(sizes, weights), data.draw(st.integers(1, 3))
+    end = mixture.end_of(epochs)
+    passed = [[mixture.count(s, p) >= epochs * size for s, size in enumerate(sizes)] for p in (end - 1, end)]
+    assert not all(passed[0])
+    assert all(passed[1])
+    assert mixture.epoch(end) >= epochs - 1
+
+
+def test_the_stream_ends_when_every_source_has_been_passed_over():
+    # Weights 3 and 1, sizes 3 and 2: the second prompt of the second source is at position 6, so seven prompts.
+    stream = PromptStream(5, seed=0, shuffle=False, epochs=1, weights=[3, 1], sizes=[3, 2])
+    drawn = [position for _ in range(9) if (position := stream.draw()) is not None]
+    assert [stream.locate(p) for p in drawn] == [(0, 0), (1, 0), (3, 0), (2, 0), (0, 1), (1, 1), (4, 0)]
+    assert stream.exhausted
+    assert stream.epoch == 0
+
+
+# The stream of one source.
+
+
+def draw_all(stream: PromptStream, count: int) -> list[int]:
+    return [p for _ in range(count) if (p := stream.draw()) is not None]
+
+
+def test_every_epoch_is_an_order_of_all_rows_and_no_two_are_alike():
+    stream = PromptStream(50, seed=3)
+    epochs = [[stream.locate(epoch * 50 + i)[0] for i in range(50)] for epoch in range(3)]
+    assert all(sorted(order) == list(range(50)) for order in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+def test_positions_that_come_back_are_drawn_first_in_stream_order():
+    stream = PromptStream(10, seed=0)
+    assert draw_all(stream, 5) == [0, 1, 2, 3, 4]
+    for position in (3, 1):
+        stream.requeue(position)
+    assert draw_all(stream, 3) == [1, 3, 5]
+
+
+def test_without_shuffle_rows_come_in_file_order():
+    stream = PromptStream(3, seed=0, shuffle=False)
+    assert [stream.locate(i) for i in range(4)] == [(0, 0), (1, 0), (2, 0), (0, 1)]

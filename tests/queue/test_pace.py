@@ -1,15 +1,16 @@
-"""Generators that are too slow for the staleness bound: by hand, in the queue's core, and in simulated runs."""
+"""Generators that are too slow for the staleness bound, and how far sampling runs ahead: by hand, and in the core."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 
 from async_rl.queue.core import generator_requests, learner_requests
-from async_rl.queue.core.pace import Paces, Window
+from async_rl.queue.core.pace import SLACK, Paces, RunAhead, Window
 from async_rl.queue.core.state import QueueState
 from async_rl.queue.messages import GeneratorStats
-from tests.queue.builders import LINEAGE, SAMPLING, group, leases, make_state, put, rows
-from tests.queue.slow_fleet import predict
+from tests.queue.builders import LINEAGE, SAMPLING, ack, group, leases, make_state, positions, put, rows, take
 
 WINDOW = Window(batches=3, groups_per_step=8, learner_s=10.0, max_staleness=2)
 
@@ -54,6 +55,7 @@ def test_a_generator_whose_groups_take_longer_than_the_bound_admits_is_too_slow(
         (Window(6, 8, 10.0, 5), [(100, 100.0)], "six batches take 120 s"),
         (Window(3, 8, 40.0, 2), [(100, 100.0)], "the learner takes 40 s for a batch"),
         (Window(1, 8, 0.0, 0), [(200, 50.0), (200, 50.0)], "4 tokens/s: not three times as slow"),
+        (WINDOW, [(1000, 100.0)], "its answers are long"),
         (WINDOW, [(50, 50.0)], "leases of 50 s are too little to know: six groups of the others take 60 s"),
     ],
 )
@@ -61,46 +63,11 @@ def test_a_generator_that_is_slower_gets_leases_if(window: Window, slow: list[tu
     assert fleet(*slow).check("slow", window, 0.0, others_sample) == "", reason
 
 
-def test_long_answers_make_nobody_slow():
-    assert fleet((1000, 100.0)).check("slow", WINDOW, 0.0, others_sample) == ""
-
-
 def test_a_generator_that_samples_nothing_is_slow_and_one_alone_never_is():
     assert "too slow" in fleet((0, 100.0)).check("slow", WINDOW, 0.0, others_sample)
     paces = fleet((0, 100.0))
     paces.remove("fast")
     assert paces.check("slow", WINDOW, 0.0, others_sample) == ""
-
-
-def test_after_a_pause_one_lease_shows_whether_it_is_still_slow():
-    paces = fleet((100, 100.0))
-    assert paces.check("slow", WINDOW, 5.0, others_sample)
-    assert paces.check("slow", WINDOW, 5.0 + 1599.0, others_sample)
-    assert paces.check("slow", WINDOW, 5.0 + 1600.0, others_sample) == ""
-    assert paces.pace_of("slow").is_on_trial
-    end(paces, "slow", (100, 100.0))
-    assert not paces.pace_of("slow").is_on_trial
-    assert paces.check("slow", WINDOW, 1705.0, others_sample), "slow as before"
-    assert paces.check("slow", WINDOW, 1705.0 + 1600.0, others_sample) == ""
-    end(paces, "slow", (100, 10.0))
-    assert paces.check("slow", WINDOW, 3400.0, others_sample) == "", "as fast as the others now"
-
-
-def test_leases_of_an_engine_that_warms_up_do_not_count():
-    paces = fleet()
-    paces.pace_of("slow").warm_at = None
-    for ended_at in (100.0, 110.0, 120.0):
-        paces.ended("slow", 100, 0.0, ended_at, is_returned=True)
-    assert paces.pace_of("slow").lease_s == 0
-    paces.ended("slow", 100, 100.0, 200.0, is_returned=True)
-    assert "too slow" in paces.check("slow", WINDOW, 200.0, others_sample), "it was granted when the first had ended"
-
-
-def test_old_leases_count_less_and_less():
-    paces = fleet((100, 100.0))
-    end(paces, "slow", *[(100, 10.0)] * 300)
-    assert paces.pace_of("slow").groups < 128
-    assert paces.pace_of("slow").lease_s / paces.pace_of("slow").groups < 10.5
 
 
 def state_with_a_slow_generator() -> QueueState:
@@ -150,17 +117,13 @@ def test_progress_that_no_lease_allows_makes_nobody_else_slow():
     assert [lease.kind for lease in leases(state, 1, generator="honest", now=300.0)] == ["train"], held.lease_id
 
 
-def test_a_slow_generator_samples_when_no_other_is_left():
+@pytest.mark.parametrize(("leaves", "now"), [(True, 102.0), (False, 250.0)], ids=["has left", "is silent since 49 s"])
+def test_a_slow_generator_samples_when_no_other_is_left(leaves: bool, now: float):
     state = state_with_a_slow_generator()
     assert leases(state, 3, generator="slow", now=100.0) == []
-    generator_requests.goodbye(state, "fast", 101.0)
-    assert len(leases(state, 3, generator="slow", now=102.0)) == 3
-
-
-def test_a_slow_generator_samples_once_the_others_are_silent():
-    state = state_with_a_slow_generator()
-    assert leases(state, 3, generator="slow", now=100.0) == []
-    assert len(leases(state, 3, generator="slow", now=250.0)) == 3  # the last message was at 49 s
+    if leaves:
+        generator_requests.goodbye(state, "fast", 101.0)
+    assert len(leases(state, 3, generator="slow", now=now)) == 3
     assert {entry["too_slow"] for entry in state.generators.as_dicts(state.now)} == {""}
 
 
@@ -174,13 +137,77 @@ def test_a_generator_on_trial_has_one_lease():
     assert len(leases(state, 3, generator="slow", now=422.0)) == 3, "it took 1 s, as the others"
 
 
-@pytest.mark.parametrize(("on_stale", "bound"), [("mask", 1), ("drop", 1), ("wait", 1), ("wait", 4), ("wait", 8)])
-def test_a_slow_generator_costs_little_speed_and_much_without_the_rule(on_stale: str, bound: int):
-    alone, slow = predict(on_stale, bound, [1, 1, 1]).steps_per_s, [1, 1, 1, 1 / 8]
-    assert predict(on_stale, bound, slow).steps_per_s >= 0.93 * alone
-    assert predict(on_stale, bound, slow, has_rule=False).steps_per_s <= 0.92 * alone
+# How far sampling runs ahead: no batch that a step waits for is held back.
 
 
-def test_a_slow_generator_that_is_in_time_helps():
-    # The fast one takes 80 s for a batch of 16 groups, and the slow ones about 80 s for a group.
-    assert predict("mask", 4, [1, 1 / 4, 1 / 4]).steps_per_s > 1.4 * predict("mask", 4, [1]).steps_per_s
+def timed(
+    *, group_s: float, step_s: float, filtered: float = 0.0, groups_per_step: int = 8, num_steps: int = 1
+) -> RunAhead:
+    """A pace that has seen ``num_steps`` steps of ``step_s`` seconds, and now trains a batch since 0.0."""
+    pace = RunAhead("auto", groups_per_step)
+    for before in reversed(range(num_steps)):
+        pace.took(-step_s * (before + 1))
+        pace.trained(-step_s * before)
+    pace.took(0.0)
+    pace.group_s, pace.filtered = group_s, filtered
+    return pace
+
+
+@pytest.mark.parametrize(
+    ("group_s", "step_s", "filtered", "limit"),
+    [
+        (10.0, 10.0, 0.0, 26),  # 8 (2 + 1.2) = 25.6
+        (100.0, 10.0, 0.0, 112),  # 8 (2 + 12)
+        (10.0, 10.0, 0.5, 36),  # 8 (2 + 2.4) = 35.2
+        (0.1, 10.0, 0.0, 17),  # 8 (2 + 0.012) = 16.1
+    ],
+)
+def test_the_limit_is_one_batch_trained_one_ready_and_what_is_in_flight_at_the_learners_rate(
+    group_s: float, step_s: float, filtered: float, limit: int
+):
+    assert timed(group_s=group_s, step_s=step_s, filtered=filtered).limit(5.0) == limit
+
+
+@pytest.mark.parametrize(("setting", "limit"), [("bound", math.inf), (0.0, 8), (1.0, 16), (2.5, 28)])
+def test_a_number_is_that_of_the_batches_beyond_the_one_that_is_trained(setting: float, limit: float):
+    assert RunAhead(setting, 8).limit(0.0) == limit
+
+
+def test_leases_wait_while_sampling_is_far_enough_ahead_and_the_reason_says_so():
+    state = make_state(max_staleness=16, run_ahead="auto")  # 2 groups a step
+    assert len(leases(state, 20)) == 6
+    granted = generator_requests.lease(state, "g0", (LINEAGE, 0), 1, 0.0)
+    assert granted.activate is None
+    assert granted.reason == "sampling is far enough ahead: limit 6 groups: 0 taken, 6 in flight, 0 queued"
+
+
+def test_a_lost_generator_does_not_hold_back_the_batch_that_a_step_waits_for():
+    state = make_state(max_staleness=16, run_ahead="auto", lease_timeout_s=1e6)
+    for now in (0.0, 10.0, 20.0):
+        for lease in leases(state, 2, now=now):
+            put(state, group(lease, lease.min_version), now=now + 1)
+        assert len(positions(take(state, now=now + 1))) == 2
+        ack(state, now=now + 10)
+    stuck = leases(state, 20, version=3, generator="lost", now=30.0)
+    assert len(stuck) == 5  # 2 (2 + 1.2 * 1 / 9) = 4.3
+    assert leases(state, 20, version=3, generator="alive", now=30.0) == []
+    revision = state.revision
+    for quarters in (1, 2):  # 4.3 + 2 / 4 groups, then 4.3 + 2 * 2 / 4
+        assert state.revision == revision
+        deadline = 30.0 + quarters * 9 / 4
+        assert state.next_deadline == deadline
+        state.expire(deadline)
+    assert state.revision > revision  # so the requests that wait are tried again
+    assert len(leases(state, 20, version=3, generator="alive", now=30.0 + 9)) == 2
+
+
+def test_the_metrics_say_how_far_sampling_may_be_ahead_and_whether_it_was_held_back_in_the_step():
+    pace = timed(group_s=10.0, step_s=10.0)
+    pace.hold(26, 5.0)
+    pace.trained(10.0)
+    known = {"time/group_s": 10.0, "time/own_step_s": 10.0, "queue/run_ahead_limit": 26, "queue/run_ahead_slack": SLACK}
+    assert pace.metrics(10.0) == {**known, "queue/run_ahead_held": 1.0}
+    pace.took(10.0)
+    pace.trained(20.0)
+    assert pace.metrics(20.0)["queue/run_ahead_held"] == 0.0
+    assert RunAhead("bound", 8).metrics(0.0) == {}
