@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgpack
+import msgspec
 from msgspec.structs import asdict
 
 from async_rl.errors import WireError
 from async_rl.net.codec import encode_group
 from async_rl.net.wire import ALIGNMENT, Limits, decode, encode
-from async_rl.queue.messages import Announcement, Decoded, FailedRollouts, Failure, GeneratorStats, TrainedCounts
+from async_rl.queue import messages
+from async_rl.queue.messages import Decoded, FailedRollouts, Failure, GeneratorStats, TrainedCounts
 from async_rl.queue.parity import Answer, encode_answer
 from async_rl.records import Lease, Prompt
 from tests.queue.builders import SAMPLING, group
@@ -43,78 +45,63 @@ def corpus(
     lineage: str = "line-f", generator_id: str = "fuzz", run_id: str = "other", step: int = 10**6
 ) -> dict[str, Frames]:
     """One valid message of every type, by type."""
-    own = {"request_id": "r-1", "wait_s": 0.0, "lineage": lineage}
-    mine = {"request_id": "r-1", "wait_s": 0.0, "generator_id": generator_id}
-    answer = encode_answer(Answer(0, "fake", "", None))
-    facts = TrainedCounts(True, 4, {"truncated": 1}, 12, {"stale": 2})
+    mine = generator_id
+    failure = Failure("reward_error", "KeyError: 'x' (/r.py, line 3, in score)", "KeyError at /r.py:3")
     prompt = Prompt(0, 0, 0, ({"role": "user", "content": "row 0"},), {"gt_answer": "0"})
     lease = Lease(f"{lineage}-0-train0-1-1", "train", prompt, 2, SAMPLING, lineage, 0, 1, 1, 0)
-    announcement = Announcement(lineage, step, "digest", "tcp://127.0.0.1:1", b"", (1, 2))
-    at = {**own, "step": step, "version": step}
-    plain: dict[str, tuple[Mapping[str, Any], Sequence[bytes]]] = {
-        "ping": ({"request_id": "r-1"}, ()),
-        "status": ({"request_id": "r-1"}, ()),
-        "attach": (
-            {
-                **own, "run_id": run_id, "parent_lineage": "line-e", "fork_version": 0, "step": 0, "num_steps": 9,
-                "config_toml": "[run]", "files": ["a.txt", "b.json"], "has_snapshot": True,
-            },
-            (b"hello", b"{}", b"no snapshot, but bytes" * 9),
-        ),
-        "alive": (own | {"trouble": "pulls are slow"}, ()),
-        "confirm": ({**own, "announced": 0, "evaluations": [["test", step]]}, ()),
-        "bye_learner": (own, ()),
-        "announce": ({**own, **asdict(announcement)}, ()),
-        "evaluate": ({**own, "dataset": "test", "step": step, "min_version": 0, "exclusive": False}, ()),
-        "eval_results": ({**own, "received": [["test", 0], ["test", 5]]}, ()),
-        "await_eval": (own, ()),
-        "take": (at, ()),
-        "ack": ({**at, "snapshot": False, "trained": facts, "training_notes": ["ESS is low"]}, ()),
-        "snapshot": (own, ()),
-        "checkpoint_committed": ({**own, "step": step}, ()),
-        "parity_answers": ({**own, "since": 0}, ()),
-        "quarantine": ({**own, "generator_id": "nobody", "reason": "far"}, ()),
-        "finish": (own, ()),
-        "hello": ({**mine, "host": "host-1", "backend": "fake", "replaces": None}, ()),
-        "lease": ({**mine, "lineage": lineage, "version": 0, "max_leases": 2}, ()),
-        "heartbeat": (
-            {**mine, "progress": {lease.lease_id: 5}, "stats": _STATS, "trouble": "no route to the weights"}, (),
-        ),
-        "return": (
-            {**mine, "lease_ids": [lease.lease_id], "failed": [FailedRollouts(lease.lease_id, _FAILURE, 1)]},
-            (encode_group(group(lease, generator=generator_id)),),
-        ),
-        "fail": ({**mine, "lease_id": lease.lease_id, "failure": _FAILURE}, ()),
-        "parity": ({**mine, "lineage": lineage, "version": 0, "answer": answer}, ()),
-        "bye": (mine, ()),
-    }  # fmt: skip
-    return {type_: (encode(type_, fields, num_parts=len(parts)), *parts) for type_, (fields, parts) in plain.items()}
+    facts = TrainedCounts(True, 4, {"truncated": 1}, 12, {"stale": 2})
+    decoded, counters = (Decoded(1.0, 1.5, 9),), {"judge_retries": 2}
+    stats = GeneratorStats(8, 10.0, 5.0, 40.0, 0.5, num_tokens=1000, decoded=decoded, counters=counters)
+    attach = messages.Attach(run_id, lineage, "line-e", 0, 0, 9, "[run]", ("a.txt", "b.json"), has_snapshot=True)
+    returned = messages.ReturnGroups(mine, (lease.lease_id,), (FailedRollouts(lease.lease_id, failure, 1),))
+    with_parts: list[tuple[msgspec.Struct, list[bytes]]] = [
+        (attach, [b"hello", b"{}", b"no snapshot, but bytes" * 9]),
+        (returned, [encode_group(group(lease, generator=mine))]),
+    ]
+    alone: list[msgspec.Struct] = [
+        messages.Ping(), messages.GetStatus(),
+        messages.Alive(lineage, "pulls are slow"),
+        messages.ConfirmLineage(lineage, 0, (("test", step),)),
+        messages.LearnerGoodbye(lineage),
+        messages.Announcement(lineage, step, "digest", "tcp://127.0.0.1:1", b"", (1, 2)),
+        messages.Evaluate(lineage, "test", step, 0, exclusive=False),
+        messages.GetEvalResults(lineage, (("test", 0), ("test", 5))),
+        messages.AwaitEval(lineage),
+        messages.Take(lineage, step, step),
+        messages.StepAck(lineage, step, step, facts, training_notes=("ESS is low",)),
+        messages.TakeSnapshot(lineage),
+        messages.CheckpointCommitted(lineage, step),
+        messages.GetProbeAnswers(lineage, 0),
+        messages.Quarantine(lineage, "nobody", "far"),
+        messages.Finish(lineage),
+        messages.Hello(mine, "host-1", "fake"),
+        messages.LeaseRequest(mine, lineage, 0, 2),
+        messages.Heartbeat(mine, {lease.lease_id: 5}, stats, "no route to the weights"),
+        messages.FailLease(mine, lease.lease_id, failure),
+        messages.AnswerProbe(mine, lineage, 0, encode_answer(Answer(0, "fake", "", None))),
+        messages.Goodbye(mine),
+    ]  # fmt: skip
+    return {
+        messages.WIRE_TYPES[type(one)]: framed(one, parts) for one, parts in (*with_parts, *((m, []) for m in alone))
+    }
 
 
-_STATS = GeneratorStats(
-    8,
-    10.0,
-    5.0,
-    40.0,
-    0.5,
-    num_activations=3,
-    num_tokens=1000,
-    decoded=(Decoded(1.0, 1.5, 9),),
-    counters={"judge_retries": 2},
-)
-_FAILURE = Failure("reward_error", "KeyError: 'x' (/r.py, line 3, in score)", "KeyError at /r.py:3")
+def framed(request: msgspec.Struct, parts: Sequence[bytes] = ()) -> Frames:
+    """The message of a request, as a client sends it."""
+    fields = {**asdict(request), "request_id": "r-1", "wait_s": 0.0}
+    return encode(messages.WIRE_TYPES[type(request)], fields, num_parts=len(parts)), *parts
 
 
-def mutants(messages: Mapping[str, Frames], seed: int) -> Iterator[Frames]:
+def mutants(originals: Mapping[str, Frames], seed: int) -> Iterator[Frames]:
     """Mutants without end, of all types in turn; one in fifty is a replay of the original."""
     rng = random.Random(seed)
-    types = sorted(messages)
-    others = {type_: frames[0] for type_, frames in messages.items()}
+    types = sorted(originals)
+    others = {type_: frames[0] for type_, frames in originals.items()}
     number = 0
     while True:
         type_ = types[number % len(types)]
         number += 1
-        frame, *parts = messages[type_]
+        frame, *parts = originals[type_]
         if parts and rng.random() < 0.5:
             yield frame, *_mutated_parts(rng, parts)
         else:
@@ -138,7 +125,7 @@ def _mutant(rng: random.Random, frame: bytes, frames: Mapping[str, bytes]) -> by
         return rng.choice(_BYTE_LEVEL)(rng, frame, other)
     mutate = rng.choice(_FIELD_LEVEL)
     for _ in range(rng.choice((1, 1, 2, 4))):
-        frame = mutate(rng, frame)
+        frame = _mutate_fields(rng, frame, mutate)
     return frame
 
 
@@ -152,8 +139,8 @@ def _mutated_parts(rng: random.Random, parts: Sequence[bytes]) -> list[bytes]:
         case 2:
             return [_flip(rng, parts[0], b""), *parts[1:]]
         case _:
-            mutate = _tolerant(rng.choice((_change_a_value, _nudge_a_number, _drop_a_field, _lie_about_arrays)))
-            return [mutate(rng, parts[0]), *parts[1:]]
+            mutate = rng.choice((_change_a_value, _nudge_a_number, _drop_a_field, _lie_about_arrays))
+            return [_mutate_fields(rng, parts[0], mutate), *parts[1:]]
 
 
 # Byte by byte.
@@ -212,98 +199,70 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
             yield from _places(value[key])
 
 
-def _change_a_value(rng: random.Random, frame: bytes) -> bytes:
-    header, payload = _opened(frame)
+def _change_a_value(rng: random.Random, header: list[Any]) -> None:
     container, key = rng.choice(list(_places(header[2])) or [(header, 2)])
     container[key] = rng.choice(_LEAVES)
-    return _closed(header, payload)
 
 
-def _nudge_a_number(rng: random.Random, frame: bytes) -> bytes:
-    header, payload = _opened(frame)
+def _nudge_a_number(rng: random.Random, header: list[Any]) -> None:
     numbers = [(c, k) for c, k in _places(header) if isinstance(c[k], int | float) and not isinstance(c[k], bool)]
     container, key = rng.choice(numbers)
     container[key] += rng.choice((-1, 1, 7, 2**20))
-    return _closed(header, payload)
 
 
-def _drop_a_field(rng: random.Random, frame: bytes) -> bytes:
-    header, payload = _opened(frame)
-    maps = [(c, k) for c, k in _places(header[2:3]) if isinstance(c, dict)]
-    if maps:
+def _drop_a_field(rng: random.Random, header: list[Any]) -> None:
+    if maps := [(c, k) for c, k in _places(header[2:3]) if isinstance(c, dict)]:
         container, key = rng.choice(maps)
         del container[key]
-    return _closed(header, payload)
 
 
-def _add_fields(rng: random.Random, frame: bytes) -> bytes:
-    header, payload = _opened(frame)
+def _add_fields(rng: random.Random, header: list[Any]) -> None:
     if isinstance(header[2], dict):
         header[2].update({f"more-{n}": rng.choice(_LEAVES) for n in range(rng.choice((1, 30)))})
-    return _closed(header, payload)
 
 
-def _change_the_type(rng: random.Random, frame: bytes) -> bytes:
-    header, payload = _opened(frame)
+def _change_the_type(rng: random.Random, header: list[Any]) -> None:
     header[1] = rng.choice(("return", "lease", "heartbeat", "status", "handle", "on_ping", "_on_ping", "x" * 999, 7))
-    return _closed(header, payload)
 
 
-def _nest(rng: random.Random, frame: bytes) -> bytes:
-    header, payload = _opened(frame)
+def _nest(rng: random.Random, header: list[Any]) -> None:
     container, key = rng.choice(list(_places(header[2])) or [(header, 2)])
     for _ in range(rng.choice((3, 11, 12, 13, 200))):
         container[key] = [container[key]] if rng.random() < 0.5 else {"deep": container[key]}
-    return _closed(header, payload)
 
 
-def _grow(rng: random.Random, frame: bytes) -> bytes:
-    header, payload = _opened(frame)
+def _grow(rng: random.Random, header: list[Any]) -> None:
     container, key = rng.choice(list(_places(header[2])) or [(header, 2)])
     container[key] = rng.choice(([0] * 3000, {f"k{n}": n for n in range(1000)}, "y" * 20_000))
-    return _closed(header, payload)
 
 
-def _lie_about_arrays(rng: random.Random, frame: bytes) -> bytes:
-    header, payload = _opened(frame)
+def _lie_about_arrays(rng: random.Random, header: list[Any]) -> None:
     table = header[3]
     if isinstance(table, list) and table and rng.random() < 0.7:
         table[rng.randrange(len(table))] = rng.choice((*_TABLES, table[0]))
     else:
         header[3] = rng.choice(([rng.choice(_TABLES)], [["|u1", [0], 0]] * 500, None, {}))
-    return _closed(header, payload)
 
 
-def _lie_about_parts(rng: random.Random, frame: bytes) -> bytes:
-    header, payload = _opened(frame)
+def _lie_about_parts(rng: random.Random, header: list[Any]) -> None:
     header[4] = rng.choice((0, 1, 2, -1, 10**6, 2**63, None, True, "1"))
-    return _closed(header, payload)
 
 
-def _lie_about_the_whole(rng: random.Random, frame: bytes) -> bytes:
-    header, payload = _opened(frame)
+def _lie_about_the_whole(rng: random.Random, header: list[Any]) -> None:
     header[rng.choice((0, 2, 3, 4))] = rng.choice(_LEAVES)
-    return _closed(header, payload)
 
 
-def _tolerant(mutate: Callable[[random.Random, bytes], bytes]) -> Callable[[random.Random, bytes], bytes]:
-    """A second mutation of one frame may find it too broken; then the first stands."""
-
-    def tried(rng: random.Random, frame: bytes) -> bytes:
-        try:
-            return mutate(rng, frame)
-        except (ValueError, OverflowError, TypeError, IndexError, KeyError, struct.error):
-            return frame
-
-    return tried
+def _mutate_fields(rng: random.Random, frame: bytes, mutate: Callable[[random.Random, list[Any]], None]) -> bytes:
+    """Decode, change and encode the header. What is too broken for it already stays as it is."""
+    try:
+        header, payload = _opened(frame)
+        mutate(rng, header)
+        return _closed(header, payload)
+    except (ValueError, OverflowError, TypeError, IndexError, KeyError, struct.error):
+        return frame
 
 
-_FIELD_LEVEL: tuple[Callable[[random.Random, bytes], bytes], ...] = tuple(
-    map(
-        _tolerant,
-        (
-            _change_a_value, _change_a_value, _change_a_value, _nudge_a_number, _drop_a_field, _add_fields,
-            _change_the_type, _nest, _grow, _lie_about_arrays, _lie_about_the_whole, _lie_about_parts,
-        ),
-    )
+_FIELD_LEVEL: tuple[Callable[[random.Random, list[Any]], None], ...] = (
+    _change_a_value, _change_a_value, _change_a_value, _nudge_a_number, _drop_a_field, _add_fields,
+    _change_the_type, _nest, _grow, _lie_about_arrays, _lie_about_the_whole, _lie_about_parts,
 )  # fmt: skip

@@ -1,7 +1,7 @@
 """A queue server on made-up rows, as a process: ``python -m tests.queue.serve CONFIG [--run-id ID] [--insecure]``.
 
-``--rows N`` sets the number of training rows, ``--no-journal`` keeps all in memory. Tests that need no command of their
-own fork it instead: ``tests.queue.conftest``.
+``--rows N`` sets the number of training rows. Tests that need no command of their own fork it instead:
+``tests.queue.conftest``.
 """
 
 from __future__ import annotations
@@ -26,14 +26,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--insecure", action="store_true")
     parser.add_argument("--rows", type=int, default=20)
     parser.add_argument("--orphan-s", type=float)
-    parser.add_argument("--no-journal", action="store_true")
     options = parser.parse_args(arguments)
     config = load_config(options.config)
     try:
-        open_journal = None if options.no_journal else partial(Journal, journal_directory(config))
         server = QueueServer(
-            config, rows(options.rows), {"test": rows(2)}, open_journal=open_journal, run_id=options.run_id,
-            insecure=options.insecure, orphan_s=options.orphan_s,
+            config, rows(options.rows), {"test": rows(2)}, open_journal=partial(Journal, journal_directory(config)),
+            run_id=options.run_id, insecure=options.insecure, orphan_s=options.orphan_s,
         )  # fmt: skip
     except UserError as error:
         print(error, file=sys.stderr)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from types import SimpleNamespace
 
@@ -48,11 +49,6 @@ def test_a_message_of_a_batch_ends_with_the_group_that_fills_a_mebibyte():
     assert positions == list(range(6))
 
 
-def test_a_small_batch_is_one_message():
-    (only,) = parts_of([10, 20, 30])
-    assert (record_of(only).first, record_of(only).more, len(only.parts)) == (0, False, 3)
-
-
 def test_a_large_batch_is_at_most_64_messages():
     whole = bytes(1024 * KIB)
     reply = batch_reply([taken(position, whole) for position in range(200)])
@@ -85,60 +81,48 @@ def answering(
     script: Script, before_message: Callable[[], object] = lambda: None
 ) -> Iterator[tuple[str, Callable[[], int]]]:
     """The address of a server that answers one take after the other, and how many came."""
-    context = zmq.Context()
-    router = context.socket(zmq.ROUTER)
-    router.linger = 0
-    port = router.bind_to_random_port("tcp://127.0.0.1")
     # A client repeats a request that it sent before it knew of its connection: that is the same take.
     takes: dict[str, Sequence[int]] = {}
     has_ended = threading.Event()
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router, ThreadPoolExecutor(1) as pool:
+        router.linger = 0
+        port = router.bind_to_random_port("tcp://127.0.0.1")
 
-    def serve() -> None:
-        left = iter(script)
-        while not has_ended.is_set():
-            if not router.poll(20):
-                continue
-            peer, frame = router.recv_multipart()
-            request_id = decode(frame).fields["request_id"]
-            if request_id not in takes:
-                takes[request_id] = next(left, ())
-            for message in (batch()[index] for index in takes[request_id]):
-                plain = {**asdict(message.record), "request_id": request_id}
-                frames = [encode("batch", plain, num_parts=len(message.parts)), *message.parts]
-                before_message()
-                router.send_multipart([peer, *map(bytes, frames)])
+        def serve() -> None:
+            left = iter(script)
+            while not has_ended.is_set():
+                if not router.poll(20):
+                    continue
+                peer, frame = router.recv_multipart()
+                request_id = decode(frame).fields["request_id"]
+                if request_id not in takes:
+                    takes[request_id] = next(left, ())
+                for message in (batch()[index] for index in takes[request_id]):
+                    plain = {**asdict(message.record), "request_id": request_id}
+                    frames = [encode("batch", plain, num_parts=len(message.parts)), *message.parts]
+                    before_message()
+                    router.send_multipart([peer, *map(bytes, frames)])
 
-    thread = threading.Thread(target=serve)
-    thread.start()
-    try:
-        yield f"tcp://127.0.0.1:{port}", lambda: len(takes)
-    finally:
-        has_ended.set()
-        thread.join(DEADLINE_S)
-        router.close()
-        context.term()
+        served = pool.submit(serve)
+        try:
+            yield f"tcp://127.0.0.1:{port}", lambda: len(takes)
+        finally:
+            has_ended.set()
+            served.result(DEADLINE_S)
 
 
-def positions_taken(script: Script) -> tuple[list[int], int]:
-    with answering(script) as (address, num_takes), closing(LearnerQueue(address, DEADLINE_S)) as queue:
+@pytest.mark.parametrize(
+    ("script", "num_takes"),
+    [([[0, 1, 2]], 1), ([[0, 1, 0, 1, 2]], 1), ([[0, 2], [0, 1, 2]], 2), ([[1, 2], [0, 1, 2]], 2)],
+    ids=["whole", "begun again", "without the second", "without the first"],
+)
+def test_the_messages_of_a_batch_make_it_up_and_it_is_asked_for_again_if_one_is_lost(script: Script, num_takes: int):
+    with answering(script) as (address, count), closing(LearnerQueue(address, DEADLINE_S)) as queue:
         answer = queue.take(LINEAGE, 0, 0, 0.0)
         assert isinstance(answer, Batch)
-        for number, group_taken in enumerate(answer.groups):
-            assert group_taken.group.lease_id == f"lease-{number}"
-        return [group_taken.prompt.position for group_taken in answer.groups], num_takes()
-
-
-def test_the_messages_of_a_batch_make_it_up():
-    assert positions_taken([[0, 1, 2]]) == ([0, 1, 2], 1)
-
-
-def test_a_batch_that_begins_again_counts_from_its_first_group():
-    assert positions_taken([[0, 1, 0, 1, 2]]) == ([0, 1, 2], 1)
-
-
-def test_a_batch_with_a_part_lost_is_asked_for_again():
-    assert positions_taken([[0, 2], [0, 1, 2]]) == ([0, 1, 2], 2)
-    assert positions_taken([[1, 2], [0, 1, 2]]) == ([0, 1, 2], 2)
+        assert [one.group.lease_id for one in answer.groups] == ["lease-0", "lease-1", "lease-2"]
+        assert [one.prompt.position for one in answer.groups] == [0, 1, 2]
+        assert count() == num_takes
 
 
 def test_a_batch_that_keeps_coming_is_awaited_however_long_it_takes(monkeypatch: pytest.MonkeyPatch):

@@ -1,7 +1,11 @@
-"""Who is who: a generator's id and leases belong to one client key, or on a queue without keys to one secret."""
+"""Who is who: a generator's id and leases belong to one client key, or on a queue without keys to one secret.
+
+And who is let in, over real sockets.
+"""
 
 from __future__ import annotations
 
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -10,9 +14,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from async_rl.config.config import Config
 from async_rl.errors import IdInUseError, QueueError
 from async_rl.net.codec import encode_group, read_as
-from async_rl.net.keys import SECRET_VARIABLE, ClientKeys, make_keys
+from async_rl.net.keys import ClientKeys, make_keys
+from async_rl.net.wire import decode, encode
 from async_rl.queue import messages
 from async_rl.queue.client.clients import GeneratorQueue, LearnerQueue
 from async_rl.queue.client.connection import Connection
@@ -25,8 +31,9 @@ from async_rl.queue.messages import GeneratorStats, LeasesGranted
 from async_rl.queue.parity import Answer, encode_answer
 from async_rl.records import Lease
 from tests.queue.builders import LINEAGE, fail, group, leases, make_config, make_state, put
-from tests.queue.conftest import DEADLINE_S, attach, wait_until
-from tests.queue.direct import RefusedError, Run
+from tests.queue.conftest import DEADLINE_S, attach, dealer, wait_until
+from tests.queue.direct import RefusedError
+from tests.queue.test_server import get_leases
 
 PROBE_ANSWER = encode_answer(Answer(0, "fake", "", None))
 MINE, THEIRS = Owner("my-key", has_key=True), Owner("their-key", has_key=True)
@@ -46,23 +53,17 @@ def num_foreign(state: QueueState, generator_id: str = "g0") -> int:
     return entry["foreign_requests"]
 
 
-def test_an_id_belongs_to_the_key_that_used_it_first():
+@pytest.mark.parametrize("now", [1.0, 31.0], ids=["alive", "silent"])
+def test_an_id_belongs_to_the_key_that_used_it_first_until_it_says_goodbye(now: float):
     state, _ = owned(MINE)
     with pytest.raises(QueueError, match="generator id 'g0' belongs to another client key; choose another --id"):
-        claim(state, "g0", THEIRS, 1.0)
-    claim(state, "g0", MINE, 1.0)
-    claim(state, "g1", MINE, 1.0)  # A key may own several ids.
+        claim(state, "g0", THEIRS, now)
+    claim(state, "g0", MINE, now)  # A restarted process with the same key is the same generator.
+    claim(state, "g1", MINE, now)  # A key may own several ids.
     assert (num_foreign(state), num_foreign(state, "g1")) == (1, 0)
     assert state.ledger.groups.in_flight == 2
-
-
-def test_a_silent_generator_keeps_its_id_if_it_has_a_key():
-    state, _ = owned(MINE)
-    with pytest.raises(QueueError, match="another client key"):
-        claim(state, "g0", THEIRS, 31.0)
-    # A restarted process with the same key is the same generator.
-    claim(state, "g0", MINE, 31.0)
-    assert state.ledger.groups.in_flight == 2
+    generator_requests.goodbye(state, "g0", now)
+    claim(state, "g0", THEIRS, now)
 
 
 def test_without_keys_another_secret_gets_an_id_only_when_its_generator_is_silent():
@@ -76,12 +77,6 @@ def test_without_keys_another_secret_gets_an_id_only_when_its_generator_is_silen
     with pytest.raises(QueueError, match="belongs to another generator"):
         claim(state, "g0", MY_SECRET, 30.2)
     state.check()
-
-
-def test_an_id_is_free_after_a_goodbye():
-    state, _ = owned(MINE)
-    generator_requests.goodbye(state, "g0", 1.0)
-    claim(state, "g0", THEIRS, 1.0)
 
 
 @pytest.mark.parametrize(("owner", "other"), [(MINE, THEIRS), (MY_SECRET, THEIR_SECRET)])
@@ -132,15 +127,7 @@ def test_lease_ids_depend_on_the_servers_secret_and_on_nothing_else():
     assert hidden not in str(state.generators.as_dicts(0.0))
 
 
-def attached_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    run = Run(tmp_path, monkeypatch)
-    run.learner(messages.Attach("run", LINEAGE, "", 0, 0, 3, "[run]", (), has_snapshot=False))
-    run.learner(messages.Announcement(LINEAGE, 0, "digest-0", "tcp://127.0.0.1:1"))
-    return run
-
-
-def test_owners_and_refusals_outlive_the_server(tmp_path, monkeypatch):
-    run = attached_run(tmp_path, monkeypatch)
+def test_owners_and_refusals_outlive_the_server(run):
     reply = run.call(b"peer", messages.LeaseRequest("g0", LINEAGE, 0, 2))
     first, _ = read_as(reply.fields, LeasesGranted).leases
     assert run.call(b"peer", messages.ReturnGroups("g0", (first.lease_id,)), [b"no group"])
@@ -153,11 +140,9 @@ def test_owners_and_refusals_outlive_the_server(tmp_path, monkeypatch):
     run.call(b"peer", messages.Goodbye("g0"))
     run.server._durable.revert()
     assert run.server._state.generators.get("g0") is None
-    run.close()
 
 
-def test_a_refused_request_leaves_no_change_even_if_it_took_over_an_id(tmp_path, monkeypatch):
-    run = attached_run(tmp_path, monkeypatch)
+def test_a_refused_request_leaves_no_change_even_if_it_took_over_an_id(run):
     claim(run.server._state, "g0", MY_SECRET, 0.0)
     assert leases(run.server._state, 1, now=0.0)
     # The sender gets g0's id, because g0 was silent for long. Then its malformed request is refused, and nobody else
@@ -167,14 +152,11 @@ def test_a_refused_request_leaves_no_change_even_if_it_took_over_an_id(tmp_path,
         run.call(b"peer", messages.ReturnGroups("g0", ("x",)))
     assert not run.endpoint.blocked
     assert run.ledger["groups"]["in_flight"] == 0
-    run.close()
 
 
-def test_a_generator_is_never_taken_for_the_learner(tmp_path, monkeypatch):
-    run = attached_run(tmp_path, monkeypatch)
+def test_a_generator_is_never_taken_for_the_learner(run):
     run.call(b"peer", messages.AnswerProbe("g0", LINEAGE, 0, PROBE_ANSWER))
     assert run.server._learner_peer == b"learner"
-    run.close()
 
 
 # Over real sockets.
@@ -205,27 +187,27 @@ def answer_to(connection: Connection, request: msgspec.Struct, parts: list[bytes
     return found[0].type, str(found[0].fields.get("message"))
 
 
-def get_lease(generator: GeneratorQueue) -> Lease:
-    generator.request_leases(LINEAGE, 0, 1, 5.0)
-    found: list[Lease] = []
-
-    def has_lease() -> bool:
-        for event in generator.poll(0.2):
-            found.extend(event.leases if isinstance(event, LeasesGranted) else ())
-        return bool(found)
-
-    wait_until(has_lease, "a lease")
-    return found[0]
-
-
-def check_strangers(learner: LearnerQueue, generator: GeneratorQueue, stranger: Connection, cause: str) -> None:
-    """Try every request as a stranger: each is refused, and the generator goes on."""
-    try:
+@pytest.mark.parametrize("has_keys", [True, False])
+def test_a_stranger_can_do_nothing_in_a_generators_name(servers, tmp_path, has_keys: bool):
+    make_keys(tmp_path / "keys", ["client", "node7", "node8"])
+    queue = {"keys": str(tmp_path / "keys")} if has_keys else {}
+    server = servers.start(make_config(str(tmp_path / "run"), queue=queue))
+    learner_key, own, other = (
+        ClientKeys.load(tmp_path / "keys" / f"{name}.key") if has_keys else None
+        for name in ("client", "node7", "node8")
+    )
+    with (
+        closing(LearnerQueue(server.address, DEADLINE_S, learner_key)) as learner,
+        closing(GeneratorQueue(server.address, "g0", own, secret="known")) as generator,
+        # Where there are keys, the secret does not count.
+        closing(Connection(server.address, "g0", other, secret="known" if has_keys else "a guess")) as stranger,
+    ):
         attach(learner)
         generator.hello(10.0, "fake")
-        lease = get_lease(generator)
+        (lease,) = get_leases(generator, count=1)
         for request, parts in requests_of(lease):
             type_, text = answer_to(stranger, request, parts)
+            cause = "belongs to another client key" if has_keys else "belongs to another generator"
             assert (type_, cause in text) == ("error", True), (request, text)
         status = learner.status()
         (shown,) = status["generators"]
@@ -235,55 +217,6 @@ def check_strangers(learner: LearnerQueue, generator: GeneratorQueue, stranger: 
         generator.return_group(group(lease))
         wait_until(lambda: generator.poll(0.2) is not None and not generator.num_unanswered_returns, "an answer")
         assert learner.status()["depth"] == 1
-    finally:
-        stranger.close()
-        generator.close()
-        learner.close()
-
-
-def test_another_client_key_can_do_nothing_in_a_generators_name(servers, tmp_path):
-    make_keys(tmp_path / "keys", ["client", "node7", "node8"])
-    server = servers.start(make_config(str(tmp_path / "run"), queue={"keys": str(tmp_path / "keys")}))
-    learner_keys, own_keys, other_keys = (
-        ClientKeys.load(tmp_path / "keys" / f"{name}.key") for name in ("client", "node7", "node8")
-    )
-    check_strangers(
-        LearnerQueue(server.address, DEADLINE_S, learner_keys),
-        GeneratorQueue(server.address, "g0", own_keys, secret="known"),
-        # Where there are keys, the secret does not count.
-        Connection(server.address, "g0", other_keys, secret="known"),
-        "belongs to another client key",
-    )
-
-
-def test_without_keys_another_secret_can_do_nothing_in_a_generators_name(servers, tmp_path):
-    server = servers.start(make_config(str(tmp_path / "run")))
-    check_strangers(
-        LearnerQueue(server.address, DEADLINE_S),
-        GeneratorQueue(server.address, "g0"),
-        Connection(server.address, "g0", secret="a guess"),
-        "belongs to another generator",
-    )
-
-
-def test_the_same_secret_is_the_same_generator_over_another_connection(servers, tmp_path):
-    server = servers.start(make_config(str(tmp_path / "run")))
-    learner = servers.learner(server.address)
-    attach(learner)
-    first, second = (GeneratorQueue(server.address, "g0", secret="shared") for _ in range(2))
-    third = GeneratorQueue(server.address, "g0-1", secret="shared")
-    try:
-        first.hello(10.0, "fake")
-        get_lease(first)
-        second.hello(10.0, "fake")
-        assert learner.status()["ledger"]["groups"]["in_flight"] == 1
-        third.hello(10.0, "fake", replaces="g0")
-        status = learner.status()
-        assert status["ledger"]["groups"]["in_flight"] == 0
-        assert [shown["id"] for shown in status["generators"]] == ["g0-1"]
-    finally:
-        for generator in (first, second, third):
-            generator.close()
 
 
 def test_a_generator_waits_for_its_id_while_another_has_it(servers, tmp_path, caplog: pytest.LogCaptureFixture):
@@ -304,5 +237,103 @@ def test_a_generator_waits_for_its_id_while_another_has_it(servers, tmp_path, ca
         assert joined.result()
 
 
-def test_the_variable_with_the_secret_has_the_documented_name():
-    assert SECRET_VARIABLE == "ASYNC_RL_GENERATOR_SECRET"
+# Who is let in: a server with keys, clients with the right key, a wrong one, or none.
+
+SILENCE_S = 0.6
+"""So long nothing may come; an answer takes about a millisecond."""
+
+
+def client_file(directory: Path, name: str = "client") -> ClientKeys:
+    return ClientKeys.load(directory / f"{name}.key")
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    make_keys(tmp_path / "keys", ["client", "node7"])
+    return tmp_path / "keys"
+
+
+def config_with(tmp_path: Path, keys: Path, **queue: object) -> Config:
+    return make_config(str(tmp_path / "run"), queue={"keys": str(keys), **queue})
+
+
+def is_answered(address: str, keys: ClientKeys | None, within_s: float) -> bool:
+    with dealer(address, keys) as socket:
+        socket.send(encode("ping", {"request_id": "r"}))
+        return bool(socket.poll(int(within_s * 1000)))
+
+
+def test_a_generators_key_can_not_speak_for_the_learner(servers, tmp_path, keys):
+    server = servers.start(config_with(tmp_path, keys))
+    unlisted = LearnerQueue(server.address, DEADLINE_S, client_file(keys, "node7"))
+    learner = LearnerQueue(server.address, DEADLINE_S, client_file(keys))
+    try:
+        with pytest.raises(
+            QueueError, match=r"expected 'attach' to be sent with the learner's key \(client\.key\), got .* 'node7'"
+        ):
+            attach(unlisted)
+        attach(learner)
+        with pytest.raises(QueueError, match="expected 'finish' to be sent with the learner's key"):
+            unlisted.finish("lineage")
+        assert unlisted.ping() == "run"
+    finally:
+        unlisted.close()
+        learner.close()
+
+
+def test_who_is_not_on_the_list_gets_no_answer_and_is_counted(servers, tmp_path, keys):
+    server = servers.start(config_with(tmp_path, keys))
+    make_keys(tmp_path / "other")
+    unlisted, listed = client_file(tmp_path / "other"), client_file(keys)
+    assert is_answered(server.address, listed, DEADLINE_S)
+    assert not is_answered(server.address, unlisted.for_server(listed.server), SILENCE_S)
+    assert not is_answered(server.address, None, SILENCE_S)
+    assert not is_answered(server.address, unlisted, SILENCE_S), "it would talk to another server only"
+    learner = LearnerQueue(server.address, DEADLINE_S, listed)
+    try:
+        wait_until(lambda: learner.status()["refused_handshakes"] >= 3, "refused handshakes to be counted")
+        assert learner.status()["malformed"] == 0
+    finally:
+        learner.close()
+    server.process.send_signal(signal.SIGTERM)
+    assert "refused" in server.process.communicate(timeout=20)[1]
+
+
+def test_only_with_keys_does_a_server_bind_beyond_loopback(servers, tmp_path, keys):
+    open_address = {"address": "tcp://0.0.0.0:0", "advertise": "tcp://127.0.0.2:0"}
+    process = servers.spawn(config_with(tmp_path, keys, **open_address))
+    _, errors = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 2
+    assert "queue.advertise: expected an address by which other machines reach this machine" in errors
+    open_address["advertise"] = "tcp://192.0.2.2:0"
+    server = servers.start(config_with(tmp_path, keys, **open_address))
+    assert server.address.startswith("tcp://192.0.2.2:")
+    bound = server.address.replace("192.0.2.2", "127.0.0.1")
+    assert is_answered(bound, client_file(keys), DEADLINE_S)
+    process = servers.spawn(make_config(str(tmp_path / "other"), queue=open_address))
+    _, errors = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 2
+    assert "async-rl keys new" in errors
+
+
+def test_a_connection_speaks_for_one_generator(servers, tmp_path):
+    server = servers.start(make_config(str(tmp_path / "run")))
+    learner = servers.learner(server.address)
+    attach(learner)
+    with dealer(server.address, None) as socket:
+
+        def hello(name: str) -> tuple[str, str]:
+            fields = {"generator_id": name, "host": "h", "backend": "fake", "wait_s": 0.0}
+            socket.send(encode("hello", fields))
+            assert socket.poll(int(DEADLINE_S * 1000))
+            answer = decode(socket.recv_multipart()[0])
+            return answer.type, str(answer.fields.get("message", ""))
+
+        assert hello("first") == hello("first") == ("welcome", "")
+        assert hello("second") == (
+            "error",
+            "expected messages of generator 'first' on this connection, got one of 'second'; open one "
+            "connection for each generator",
+        )
+        assert "length <= 256" in hello("x" * 257)[1]
+    assert [known["id"] for known in learner.status()["generators"]] == ["first"]

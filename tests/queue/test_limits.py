@@ -1,23 +1,22 @@
-"""What the server looks at: rates of a peer, sizes of a message, and how many generators it knows."""
+"""What the server looks at: rates of a peer, sizes of a message, number of generators, and requests that wait."""
 
 from __future__ import annotations
 
 import math
-import time
 
 import numpy as np
 import pytest
-import zmq
 
-from async_rl.config.queue import QueueConfig
-from async_rl.config.run import ExperimentalConfig
 from async_rl.errors import QueueError, WireError
-from async_rl.net import connections
 from async_rl.net.wire import Message, decode, encode
+from async_rl.queue.core import generator_requests
 from async_rl.queue.core.generators import GeneratorTable
-from async_rl.queue.server.sockets import BLOCKED_S, MAX_PEERS, Endpoint, MessageLimits, RateLimiter
+from async_rl.queue.messages import EvalWait
+from async_rl.queue.server.handlers import Deferred, Handlers, Reply
+from async_rl.queue.server.pending import PendingRequests, Request
+from async_rl.queue.server.sockets import BLOCKED_S, MAX_PEERS, MessageLimits, RateLimiter
 from async_rl.queue.storage.journal import Changes
-from tests.queue.conftest import wait_until
+from tests.queue.builders import LINEAGE, fill_and_take, leases, make_config, make_state
 
 
 def limiter(messages: float = 10, malformed: float = 3) -> RateLimiter:
@@ -35,14 +34,6 @@ def test_a_peer_has_a_burst_and_then_its_rate():
     assert limited.admits(b"b", 0.1), "another peer's rate is its own"
 
 
-def test_time_that_runs_backwards_gives_nothing():
-    limited = limiter(messages=1)
-    assert limited.admits(b"a", 10.0)
-    assert not limited.admits(b"a", 5.0)
-    assert not limited.admits(b"a", 10.5)
-    assert limited.admits(b"a", 11.5)
-
-
 def test_a_peer_that_sends_too_many_malformed_messages_is_unheard_for_a_minute():
     limited = limiter()
     # Three a minute are forgiven; the fourth is one too many.
@@ -53,12 +44,8 @@ def test_a_peer_that_sends_too_many_malformed_messages_is_unheard_for_a_minute()
     # Now it has three again.
     assert [limited.note_malformed(b"a", BLOCKED_S + 1) for _ in range(4)] == [False, False, False, True]
     assert limited.num_malformed == 8
-
-
-def test_malformed_messages_are_forgiven_at_their_rate():
     # One every 20 s is three a minute, for ever.
-    limited = limiter()
-    assert not any(limited.note_malformed(b"a", 20.0 * number) for number in range(100))
+    assert not any(limited.note_malformed(b"c", 20.0 * number) for number in range(100))
 
 
 def test_only_so_many_peers_are_remembered():
@@ -125,23 +112,70 @@ def test_a_full_table_refuses_another_generator_until_one_left_or_fell_silent():
     assert table.using(b"peer-a") is table.get("d")
 
 
-def test_a_client_above_the_limit_on_open_files_is_named_as_such(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    monkeypatch.setattr(connections, "most_connections", lambda _: 1)
-    endpoint = Endpoint(QueueConfig(), ExperimentalConfig(), insecure=False)
-    with zmq.Context() as context:
-        clients = [context.socket(zmq.DEALER) for _ in range(2)]
-        for client in clients:
-            client.setsockopt(zmq.LINGER, 0)
-            client.connect(endpoint.address)
-            client.send(b"hello")
-        wait_until(lambda: not list(endpoint.receive(8, time.monotonic())) and "closed 1 conn" in caplog.text, "a line")
-        for client in clients:
-            client.close()
-    endpoint.close()
-    assert endpoint.most_connections == 1
-    assert (
-        "because 1 others are open, the most that this server admits; if that is less than 4096, raise" in caplog.text
+# Requests that wait.
+
+
+POLL = Message("await_eval", {})
+
+
+def test_of_many_equal_requests_one_is_tried_after_a_change():
+    tried: list[bytes] = []
+    revision, in_vain_at = 0, -1
+    answered: list[bytes] = []
+    pending = PendingRequests(
+        lambda: revision, lambda request, _: answered.append(request.peer), lambda request, attempt, now: attempt()
     )
-    assert "sent no message in time" not in caplog.text
+
+    def ask(peer: bytes) -> None:
+        def attempt(now: float, last: bool) -> Reply | None:
+            nonlocal in_vain_at
+            tried.append(peer)
+            if revision == 2:
+                return Reply(EvalWait("", 0, 2, ""))
+            in_vain_at = revision
+            return None
+
+        pending.add(
+            Request(peer, "1", None, "lease"), POLL, Deferred(60.0, attempt, lambda: in_vain_at == revision), 0.0
+        )
+
+    for number in range(100):
+        ask(b"%d" % number)
+    assert tried == [b"0"]
+    revision = 1
+    pending.answer(1.0)
+    assert tried == [b"0", b"0"]
+    # The order of arrival stays.
+    revision = 2
+    pending.answer(2.0)
+    assert answered == [b"%d" % number for number in range(100)]
+    assert pending.pop_all() == []
+
+
+def lease_request(handlers: Handlers, generator_id: str, version: int = 0, max_leases: int = 1) -> Deferred:
+    fields = {"generator_id": generator_id, "lineage": LINEAGE, "version": version, "max_leases": max_leases}
+    answer = handlers.handle(decode(encode("lease", {**fields, "request_id": generator_id, "wait_s": 9.0})), 0.0)
+    assert isinstance(answer, Deferred)
+    return answer
+
+
+def test_a_request_is_in_vain_only_after_an_equal_one_that_could_have_had_a_lease():
+    # Bound 1, 2 groups a step: 4 groups at a time, of which 2 are taken and 1 is in flight.
+    state = make_state()
+    fill_and_take(state)
+    assert len(leases(state, 1)) == 1
+    handlers = Handlers(state, make_config("unused"), {}, "run")
+    generator_requests.heartbeat(state, "bad", {}, state.stats().generators, 0.0)
+    generator_requests.quarantine(state, "bad", "all its groups were refused")
+    # Neither of these two gets the lease that is left, and both say nothing about others.
+    assert lease_request(handlers, "bad").attempt(0.0, False) is None
+    assert lease_request(handlers, "g1", max_leases=0).attempt(0.0, False) is None
+    wanted = lease_request(handlers, "g2")
+    assert not wanted.is_in_vain()
+    assert wanted.attempt(0.0, False) is not None
+    assert lease_request(handlers, "g3").attempt(0.0, False) is None
+    later = lease_request(handlers, "g4")
+    assert later.is_in_vain()
+    assert not lease_request(handlers, "g5", version=1).is_in_vain()
+    state.revision += 1
+    assert not later.is_in_vain()

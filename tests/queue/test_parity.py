@@ -61,13 +61,8 @@ def test_a_probe_and_an_answer_come_out_as_they_went_in_and_are_small():
     data = encode_probe(probe)
     assert len(data) < MAX_ANSWER_BYTES
     back = decode_probe(data)
-    assert (back.lineage, back.version, back.temperature, back.dtype, back.limit) == (
-        "lineage",
-        7,
-        0.7,
-        "bfloat16",
-        0.2,
-    )
+    assert (back.lineage, back.version, back.temperature) == ("lineage", 7, 0.7)
+    assert (back.dtype, back.limit) == ("bfloat16", 0.2)
     np.testing.assert_array_equal(back.sequences[7].token_ids, probe.sequences[7].token_ids)
     np.testing.assert_array_equal(back.logprobs[0], probe.logprobs[0])
     answer = decode_answer(encode_answer(Answer(7, "vllm", "bfloat16", probe.logprobs[0], "temperature", ("weights",))))

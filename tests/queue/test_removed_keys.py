@@ -19,11 +19,12 @@ from async_rl.queue.messages import Announcement, Ping
 from async_rl.weights import control
 from async_rl.weights.channel.publisher import Publisher
 from async_rl.weights.channel.receiver import Receiver
-from async_rl.weights.scheduler import StartAction, SyncScheduler
+from async_rl.weights.scheduler import DropAction
 from async_rl.weights.staging import Staging
 from async_rl.weights.tcp.protocol import make_request
 from tests.queue.builders import make_config
 from tests.queue.conftest import DEADLINE_S, wait_until
+from tests.weights.test_scheduler import deliver, rounds_with
 
 GONE_S = 5.0
 """Within this time a removed client gets nothing more."""
@@ -61,8 +62,11 @@ def test_the_queue_server_answers_a_removed_client_no_more_and_all_others(server
     server = servers.start(make_config(str(tmp_path / "run"), queue={"keys": str(keys)}))
     with (
         closing(Connection(server.address, "removed", key_of(keys, "node7"))) as removed,
+        closing(Connection(server.address, "silent", key_of(keys, "node7"))) as silent,
         closing(LearnerQueue(server.address, DEADLINE_S, key_of(keys, "client"))) as other,
     ):
+        silent.post(Ping())
+        wait_until(lambda: bool(silent.poll(0.05)), "the only answer to the silent one")
 
         def is_answered() -> bool:
             assert other.ping() == ""
@@ -73,23 +77,13 @@ def test_the_queue_server_answers_a_removed_client_no_more_and_all_others(server
         put_back = remove(keys, "node7")
         assert 0 < asked_until_gone(is_answered) < GONE_S
         wait_until(lambda: not removed.poll(0.05) and "refuses the key" in removed.link.trouble, "the refusal")
+        # It sent nothing, so no message showed its key again; notices would still have reached it.
+        assert not silent.poll(0.0)
+        assert not silent.link.is_connected
         put_back()
         wait_until(is_answered, "an answer under the listed key")
     server.process.send_signal(signal.SIGTERM)
     assert "the key of client 'node7'" in server.process.communicate(timeout=20)[1]
-
-
-@pytest.mark.slow
-def test_the_queue_closes_a_silent_connection_of_a_removed_client(servers, tmp_path: Path, keys: Path):
-    """It sends nothing, so no message shows its key again; notices would still reach it."""
-    server = servers.start(make_config(str(tmp_path / "run"), queue={"keys": str(keys)}))
-    with closing(Connection(server.address, "silent", key_of(keys, "node7"))) as silent:
-        silent.post(Ping())
-        wait_until(lambda: bool(silent.poll(0.05)), "the first answer")
-        remove(keys, "node7")
-        since = time.monotonic()
-        wait_until(lambda: not silent.poll(0.05) and not silent.link.is_connected, "the end of the connection")
-        assert time.monotonic() - since < GONE_S
 
 
 def weights(version: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -195,25 +189,8 @@ def _received(connection: socket.socket) -> bytes:
 
 
 def test_a_removed_generator_is_in_no_plan_of_a_later_collective():
-    scheduler = SyncScheduler(deadline_s=10.0, ready_s=1.0, silent_s=10.0)
-
-    def started(now: float) -> tuple[bytes, ...]:
-        """The participants of the next attempt, which all take part in and acknowledge."""
-        for action in scheduler.advance(now):
-            for member_id in getattr(action, "member_ids", ()):
-                scheduler.mark_ready(member_id, action.attempt)  # type: ignore[union-attr]
-        start = next(action for action in scheduler.advance(now) if isinstance(action, StartAction))
-        scheduler.mark_sent(start.attempt, ok=True)
-        for member_id in start.participants:
-            scheduler.ack(member_id, start.attempt, start.version)
-        scheduler.advance(now)
-        return start.participants
-
-    for member_id in (b"a", b"b"):
-        scheduler.join(member_id, ("key", member_id.decode()), 0.0, can_collect=True)
-        scheduler.members[member_id].pulls = False
-    scheduler.publish(1)
-    assert started(0.0) == (b"a", b"b")
+    scheduler = rounds_with(b"a", b"b")
+    deliver(scheduler, 0, b"a", b"b")
     scheduler.drop(b"b", "its key was removed")
-    scheduler.publish(2)
-    assert started(1.0) == (b"a",)
+    assert scheduler.advance(0.0) == [DropAction(b"b", "its key was removed")]
+    deliver(scheduler, 1, b"a")

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import zmq
 
-from async_rl.errors import AddressError, LineageError, QueueError
-from async_rl.net.wire import decode, encode
+from async_rl.errors import AddressError, QueueError
+from async_rl.net.keys import ClientKeys, make_keys
+from async_rl.net.wire import Message, decode, encode
 from async_rl.process.stop import StopRequest
 from async_rl.queue.messages import (
-    Announced,
     Announcement,
     Batch,
     Cancelled,
@@ -33,8 +33,9 @@ from async_rl.queue.messages import (
 from async_rl.queue.server.handlers import Deferred, Handlers
 from async_rl.queue.server.start import answering_run, ensure_queue
 from async_rl.records import Sampling
+from async_rl.run.queue_files import read_record
 from tests.queue.builders import LINEAGE, ack, all_trained, announce, group, leases, make_config, make_state, put, take
-from tests.queue.conftest import ROOT, attach, wait_until
+from tests.queue.conftest import ROOT, attach, dealer, wait_until
 
 
 def events_until(queue, kind, count: int = 1) -> list:
@@ -60,20 +61,6 @@ def return_all(queue, leases: list, version: int = 0) -> list[str]:
         queue.return_group(group(lease, version, accuracies=accuracies, generator=queue.generator_id))
     heard = events_until(queue, Returned, len(leases))
     return [event.verdict for event in heard if isinstance(event, Returned)]
-
-
-def test_the_status_has_what_the_learner_says_is_wrong_until_it_is_gone(servers, tmp_path, monkeypatch):
-    monkeypatch.setattr("async_rl.queue.client.clients.ALIVE_EVERY_S", 0.05)
-    server = servers.start(make_config(str(tmp_path / "run")))
-    learner, reader = servers.learner(server.address), servers.learner(server.address)
-    attach(learner)
-    for trouble in ("", "pulls are slow", ""):
-        learner.trouble = lambda trouble=trouble: trouble
-        wait_until(lambda trouble=trouble: reader.status()["learner_trouble"] == trouble, f"{trouble!r}")
-    learner.trouble = lambda: "pulls are slow"
-    wait_until(lambda: reader.status()["learner_trouble"] != "", "the problem")
-    learner.close()
-    wait_until(lambda: reader.status()["learner_trouble"] == "", "the learner's end")
 
 
 def test_a_whole_run_from_hello_to_finish(servers, tmp_path):
@@ -109,28 +96,13 @@ def test_a_whole_run_from_hello_to_finish(servers, tmp_path):
 
 
 def test_a_generator_that_leaves_hands_its_leases_back_before_it_is_closed(servers, tmp_path):
-    server = servers.start(make_config(str(tmp_path / "run")))
-    learner, generator = servers.learner(server.address), servers.generator(server.address)
-    attach(learner)
-    generator.hello(10.0, "fake")
+    _, learner, generator = servers.run(make_config(str(tmp_path / "run")))
     get_leases(generator, count=2)
     assert len(learner.status()["leases"]) == 2
     generator.leave()
     generator.leave()
     wait_until(lambda: learner.status()["leases"] == [], "the leases to be handed back")
     assert learner.status()["stream"]["requeued"] == 2
-
-
-def test_a_generator_waits_for_the_learner_to_attach(servers, tmp_path):
-    server = servers.start(make_config(str(tmp_path / "run")))
-    learner, generator = servers.learner(server.address), servers.generator(server.address)
-    welcomed = []
-    thread = threading.Thread(target=lambda: welcomed.append(generator.hello(20.0, "fake")))
-    thread.start()
-    wait_until(lambda: bool(learner.status()["waits"]), "a parked hello")
-    attach(learner)
-    thread.join(10)
-    assert welcomed[0].run_id == "run"
 
 
 def test_hello_says_whether_nobody_answered_or_no_learner_is_there(servers, tmp_path):
@@ -143,37 +115,8 @@ def test_hello_says_whether_nobody_answered_or_no_learner_is_there(servers, tmp_
         servers.generator(server.address, "g1").hello(1.0, "fake")
 
 
-def test_waiting_requests_are_answered_by_the_event_they_wait_for(servers, tmp_path):
-    server = servers.start(make_config(str(tmp_path / "run"), queue={"max_staleness": 0}))
-    learner, generator = servers.learner(server.address), servers.generator(server.address)
-    attach(learner)
-    generator.hello(10.0, "fake")
-    held = get_leases(generator, count=9)
-    assert len(held) == 2
-    generator.request_leases("line-a", 0, 1, 20.0)
-    assert generator.lease_request_outstanding
-    taken: list = []
-    thread = threading.Thread(target=lambda: taken.append(learner.take("line-a", 0, 0, 20.0)))
-    thread.start()
-    for lease in held:
-        generator.return_group(group(lease))
-    events_until(generator, Returned, len(held))
-    thread.join(15)
-    assert isinstance(taken[0], Batch)
-    learner.ack(StepAck("line-a", 0, 1, all_trained()))
-    learner.announce(Announcement("line-a", 1, "digest-1", "tcp://127.0.0.1:1"))
-    heard = events_until(generator, LeasesGranted)
-    answers = [event for event in heard if isinstance(event, LeasesGranted)]
-    assert (answers[0].leases, answers[0].activate) == ((), 1)
-    assert any(isinstance(e, Announced) and e.announcement.version == 1 for e in heard)
-    assert len(get_leases(generator, version=1)) == 2
-
-
 def test_a_begun_take_is_answered_while_other_requests_are_made(servers, tmp_path):
-    server = servers.start(make_config(str(tmp_path / "run")))
-    learner, generator = servers.learner(server.address), servers.generator(server.address)
-    attach(learner)
-    generator.hello(10.0, "fake")
+    _, learner, generator = servers.run(make_config(str(tmp_path / "run")))
     assert not learner.is_take_answered, "none was begun"
     learner.begin_take("line-a", 0, 0, 20.0)
     assert not learner.is_take_answered
@@ -191,9 +134,10 @@ def test_a_begun_take_is_answered_while_other_requests_are_made(servers, tmp_pat
     assert [taken.prompt.position for taken in again.groups] == [0, 1]
 
 
-def test_evaluation_results_reach_the_learner(servers, tmp_path):
-    config = make_config(str(tmp_path / "run"), eval={"num_samples": 3})
-    server = servers.start(config)
+def test_an_evaluation_is_sampled_as_its_set_says_and_its_results_reach_the_learner(servers, tmp_path):
+    own = {"num_samples": 3, "temperature": 0.6, "top_p": 0.9, "top_k": 5, "max_new_tokens": 3}
+    sets = {"data": {"eval": {"test": "none.jsonl"}}, "eval": {"num_samples": 9, "sets": {"test": own}}}
+    server = servers.start(make_config(str(tmp_path / "run"), **sets))
     learner, generator = servers.learner(server.address), servers.generator(server.address)
     attach(learner)
     with pytest.raises(QueueError, match=r"data\.eval"):
@@ -205,7 +149,8 @@ def test_evaluation_results_reach_the_learner(servers, tmp_path):
         learner.confirm_awaited("line-a", [("test", 0), ("other", 0)])
     generator.hello(10.0, "fake")
     held = get_leases(generator, count=9)
-    assert [(lease.kind, lease.group_size, lease.sampling.temperature) for lease in held] == [("eval", 3, 0.0)] * 2
+    sampling = Sampling(0.6, 0.9, 5, 3, 8, ())
+    assert [(lease.kind, lease.group_size, lease.sampling) for lease in held] == [("eval", 3, sampling)] * 2
     generator.fail(held[1].lease_id, Failure("prompt_too_long", "99 tokens"))
     events_until(generator, Returned)
     assert return_all(generator, held[:1]) == ["eval_done"]
@@ -216,64 +161,38 @@ def test_evaluation_results_reach_the_learner(servers, tmp_path):
     assert learner.eval_results("line-a", [("test", 0)]) == []
 
 
-def test_a_set_is_answered_as_its_own_keys_say(servers, tmp_path):
-    own = {"num_samples": 2, "temperature": 0.6, "top_p": 0.9, "top_k": 5, "max_new_tokens": 3, "max_rows": 1}
-    config = make_config(
-        str(tmp_path / "run"), data={"eval": {"test": "none.jsonl"}}, eval={"num_samples": 3, "sets": {"test": own}}
-    )
-    server = servers.start(config)
-    learner, generator = servers.learner(server.address), servers.generator(server.address)
-    attach(learner)
-    learner.evaluate("line-a", "test", 0, 0, True)
-    generator.hello(10.0, "fake")
-    (lease,) = get_leases(generator, count=9)
-    assert (lease.kind, lease.group_size, lease.sampling) == ("eval", 2, Sampling(0.6, 0.9, 5, 3, 8, ()))
-
-
 def test_malformed_messages_are_counted_and_answered(servers, tmp_path):
     server = servers.start(make_config(str(tmp_path / "run")))
     learner = servers.learner(server.address)
     attach(learner)
-    context = zmq.Context()
-    peer = context.socket(zmq.DEALER)
-    peer.setsockopt(zmq.LINGER, 0)
-    peer.connect(server.address)
     good = encode("take", {"request_id": "x", "lineage": "line-a", "step": 0, "version": 0, "wait_s": 0.0})
     bad = [
         b"",
-        b"nonsense",
         good[:40],
         encode("no_such", {}),
         encode("take", {"request_id": "x", "lineage": 3}),
-        encode("lease", {"generator_id": "g", "lineage": "line-a", "version": 0, "max_leases": "many", "wait_s": 0.0}),
-        encode("heartbeat", {"generator_id": "g", "progress": {"a": -1}, "stats": {}}),
-        encode("hello", {"generator_id": 7}),
-        encode("return", {"generator_id": "g", "lease_ids": ["x"]}),
         encode("return", {"generator_id": "g", "lease_ids": ["x"]}, num_parts=1),
     ]
 
-    def answer():
+    def answer(peer: zmq.Socket[bytes]) -> Message:
         while True:
             assert peer.poll(10_000)
             if (reply := decode(peer.recv())).type != "notice":
                 return reply
 
-    try:
+    with dealer(server.address, None) as peer:
         for frame in bad:
             peer.send(frame)
-            reply = answer()
+            reply = answer(peer)
             assert (reply.type, reply.fields["kind"]) == ("error", "wire")
         # What came together is answered one by one, as far as it can be told apart.
-        peer.send_multipart([good, bad[4], good, b"nonsense", good])
-        answers = [answer() for _ in range(4)]
+        peer.send_multipart([good, bad[3], good, b"nonsense", good])
+        answers = [answer(peer) for _ in range(4)]
         assert [a.type for a in answers] == ["not_ready", "error", "not_ready", "error"]
         # A return whose payload is no group is a refused return, not a broken message.
         fields = {"generator_id": "g", "lease_ids": ["x"], "request_id": "y"}
         peer.send_multipart([encode("return", fields, num_parts=1), bytes(8)])
-        assert answer().fields["verdicts"] == {"x": "refused"}
-    finally:
-        peer.close()
-        context.term()
+        assert answer(peer).fields["verdicts"] == {"x": "refused"}
     assert learner.status()["malformed"] == len(bad) + 2
     assert learner.ping() == "run"
 
@@ -289,64 +208,21 @@ def test_a_busy_port_is_named(servers, tmp_path):
     assert f"queue.address: can't bind {address}" in errors
 
 
-def test_binding_to_the_network_is_refused_without_insecure(servers, tmp_path):
-    process = servers.spawn(make_config(str(tmp_path / "run"), queue={"address": "tcp://0.0.0.0:0"}))
-    _, errors = process.communicate(timeout=30)
-    assert process.returncode == 2
-    assert "--insecure" in errors
-
-
-def test_the_advertised_address_is_what_others_are_told(servers, tmp_path):
-    config = make_config(str(tmp_path / "run"), queue={"address": "tcp://127.0.0.1:0", "advertise": "tcp://node-7:0"})
-    server = servers.start(config)
-    host, port = server.address.removeprefix("tcp://").split(":")
-    assert host == "node-7"
-    assert answering_run(f"tcp://127.0.0.1:{port}", 10.0) == ""
-
-
-def test_a_newer_learner_shuts_the_older_one_out(servers, tmp_path):
-    server = servers.start(make_config(str(tmp_path / "run")))
-    old, new = servers.learner(server.address), servers.learner(server.address)
-    attach(old)
-    attach(new, "line-b", parent_lineage="line-a")
-    with pytest.raises(LineageError, match="line-b"):
-        old.take("line-a", 0, 0, 5.0)
-
-
-def test_a_generator_learns_why_its_group_was_refused(servers, tmp_path):
-    server = servers.start(make_config(str(tmp_path / "run")))
-    attach(servers.learner(server.address))
-    generator = servers.generator(server.address, "g0")
-    generator.hello(10.0, "fake")
-    (lease,) = get_leases(generator, count=1)
-    generator.return_group(group(lease, version=7))
-    (returned,) = [event for event in events_until(generator, Returned) if isinstance(event, Returned)]
-    assert returned.verdict == "refused"
-    assert returned.why.endswith("expected tokens of versions 0..0, which the learner has trained, got versions 7..7")
-
-
 def test_a_learner_of_another_run_is_refused(servers, tmp_path):
     server = servers.start(make_config(str(tmp_path / "run")), "--run-id", "mine")
     with pytest.raises(QueueError, match="run mine"):
         attach(servers.learner(server.address))
 
 
-def kill(server) -> None:
-    server.process.kill()
-    server.process.wait()
-
-
 def test_a_restarted_server_goes_on_on_its_old_port_with_every_group_and_lease(servers, tmp_path):
     config = make_config(str(tmp_path / "run"), queue={"max_staleness": 4})
-    first = servers.start(config, "--run-id", "run")
-    learner, generator = servers.learner(first.address), servers.generator(first.address)
-    attach(learner)
-    generator.hello(10.0, "fake")
+    first, learner, generator = servers.run(config, "--run-id", "run")
     held = get_leases(generator, count=4)
     assert return_all(generator, held[:3]) == ["queued"] * 3
     taken = learner.take("line-a", 0, 0, 5.0)
     assert isinstance(taken, Batch)
-    kill(first)
+    first.process.kill()
+    first.process.wait()
     # Both go on talking, and neither has to know.
     generator.return_group(group(held[3]))
     second = servers.start(config, "--run-id", "run")
@@ -364,86 +240,22 @@ def test_a_restarted_server_goes_on_on_its_old_port_with_every_group_and_lease(s
     assert servers.generator(second.address, "late").hello(10.0, "fake").run_id == "run"
 
 
-def test_a_learner_that_goes_back_to_its_checkpoint_finds_the_queue_of_that_time(servers, tmp_path):
-    server = servers.start(make_config(str(tmp_path / "run")), "--run-id", "run")
-    learner, generator = servers.learner(server.address), servers.generator(server.address)
-    attach(learner)
-    generator.hello(10.0, "fake")
-    assert return_all(generator, get_leases(generator, count=4)[:3]) == ["queued"] * 3
-    assert isinstance(learner.take("line-a", 0, 0, 5.0), Batch)
-    snapshot = learner.ack(StepAck("line-a", 0, 1, all_trained(), snapshot=True)).snapshot
-    learner.checkpoint_committed("line-a", 1)
-    attach(learner, "line-b", parent_lineage="line-a", fork_version=1, step=1, snapshot=snapshot)
-    # Position 2 was queued in the snapshot; 3 was in flight and comes again.
-    again = get_leases(generator, version=1, count=1, lineage="line-b")
-    assert [lease.prompt.position for lease in again] == [3]
-    assert return_all(generator, again, 1) == ["queued"]
-    batch = learner.take("line-b", 1, 1, 5.0)
-    assert isinstance(batch, Batch)
-    assert [t.prompt.position for t in batch.groups] == [2, 3]
-
-
-def test_without_a_journal_a_restarted_server_has_the_checkpoint_s_prompts_sampled_again(servers, tmp_path):
-    config = make_config(str(tmp_path / "run"))
-    first = servers.start(config, "--run-id", "run", "--no-journal")
-    learner, generator = servers.learner(first.address), servers.generator(first.address)
-    attach(learner)
-    generator.hello(10.0, "fake")
-    assert return_all(generator, get_leases(generator, count=4)[:3]) == ["queued"] * 3
-    assert isinstance(learner.take("line-a", 0, 0, 5.0), Batch)
-    snapshot = learner.ack(StepAck("line-a", 0, 1, all_trained(), snapshot=True)).snapshot
-    kill(first)
-    servers.start(config, "--run-id", "run", "--no-journal")
-    with pytest.raises(QueueError, match="start the learner again from its checkpoint"):
-        learner.take("line-a", 1, 1, 5.0)
-    attach(learner, "line-b", parent_lineage="line-a", fork_version=1, step=1, snapshot=snapshot)
-    again = get_leases(generator, version=1, count=2, lineage="line-b")
-    assert [lease.prompt.position for lease in again] == [2, 3]
-
-
-def test_a_dead_server_is_noticed(servers, tmp_path):
-    server = servers.start(make_config(str(tmp_path / "run")))
-    learner, generator = servers.learner(server.address, timeout_s=0.5), servers.generator(server.address)
-    attach(learner)
-    generator.hello(10.0, "fake")
-    generator.heartbeat({}, GeneratorStats())
-    wait_until(lambda: generator.poll(0.1) is not None and not generator.heartbeat_outstanding, "an answer")
-    assert generator.silent_s == 0.0
-    server.process.kill()
-    server.process.wait()
-    generator.heartbeat({}, GeneratorStats())
-
-    def silent() -> bool:
-        generator.poll(0.1)
-        return generator.silent_s > 0.5
-
-    wait_until(silent, "silence")
-    with pytest.raises(QueueError, match="did not answer request 'take'"):
-        learner.take("line-a", 0, 0, 0.1)
-
-
-def test_leases_without_progress_are_cancelled_and_given_to_another(servers, tmp_path):
+def test_leases_without_progress_are_cancelled_and_their_holder_told(servers, tmp_path):
     config = make_config(str(tmp_path / "run"), queue={"lease_timeout_s": 0.3})
-    server = servers.start(config)
-    learner, stuck, other = servers.learner(server.address), servers.generator(server.address), None
-    attach(learner)
-    stuck.hello(10.0, "fake")
+    _, _, stuck = servers.run(config)
     held = get_leases(stuck, count=1)
     heard = events_until(stuck, Cancelled)
     assert [e.lease_ids for e in heard if isinstance(e, Cancelled)] == [(held[0].lease_id,)]
-    other = servers.generator(server.address, "g1")
-    other.hello(10.0, "fake")
-    assert return_all(other, get_leases(other, count=1)) == ["queued"]  # a new prompt, until a group is good
-    assert get_leases(other, count=1)[0].prompt.position == 0
 
 
-def test_the_server_ends_when_its_learner_has_left(servers, tmp_path):
-    server = servers.start(make_config(str(tmp_path / "run"), experimental={"linger_s": 0.2}))
-    learner = servers.learner(server.address)
+def test_a_server_that_its_learner_left_or_never_found_ends(servers, tmp_path):
+    left = servers.start(make_config(str(tmp_path / "run"), experimental={"linger_s": 0.2}))
+    learner = servers.learner(left.address)
     attach(learner)
     learner.close()
-    output, _ = server.process.communicate(timeout=20)
-    assert output.startswith("ended: the learner has been gone")
+    never = servers.spawn(make_config(str(tmp_path / "other")), "--orphan-s", "0.2")
+    assert left.process.communicate(timeout=20)[0].startswith("ended: the learner has been gone")
+    assert never.communicate(timeout=20)[0].startswith("ended: no learner attached")
 
 
 def test_the_server_ends_with_its_parent(servers, tmp_path):
@@ -454,11 +266,7 @@ def test_the_server_ends_with_its_parent(servers, tmp_path):
 
 
 def test_a_server_that_gets_sigterm_serves_its_learner_until_that_has_saved_and_left(servers, tmp_path):
-    server = servers.start(make_config(str(tmp_path / "run")))
-    learner = servers.learner(server.address)
-    attach(learner)
-    generator = servers.generator(server.address)
-    generator.hello(10.0, "fake")
+    server, learner, generator = servers.run(make_config(str(tmp_path / "run")))
     get_leases(generator, count=2)
     server.process.send_signal(signal.SIGTERM)
     assert learner.snapshot("line-a")
@@ -471,9 +279,7 @@ def test_a_server_that_gets_sigterm_serves_its_learner_until_that_has_saved_and_
 
 
 def test_a_learner_that_waits_for_groups_notices_a_signal(servers, tmp_path):
-    server = servers.start(make_config(str(tmp_path / "run")))
-    learner = servers.learner(server.address)
-    attach(learner)
+    _, learner, _ = servers.run(make_config(str(tmp_path / "run")))
     with StopRequest(3600.0, exit_now=lambda code: None) as stop:
         # The signal interrupts the poll of the socket, which must go on as if nothing had happened.
         timer = threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGTERM])
@@ -485,12 +291,13 @@ def test_a_learner_that_waits_for_groups_notices_a_signal(servers, tmp_path):
     assert stop.signum == signal.SIGTERM
 
 
-@pytest.mark.parametrize("how", ["SIGINT", "SIGTERM twice", "grace"])
+@pytest.mark.parametrize("how", ["SIGINT", "SIGTERM twice", "grace", "no learner"])
 def test_a_server_ends_without_its_learner_when_told_to_or_in_time(servers, tmp_path, how: str):
     grace_s = 0.1 if how == "grace" else 3600.0
     server = servers.start(make_config(str(tmp_path / "run"), checkpoint={"grace_s": grace_s}))
     learner = servers.learner(server.address)
-    attach(learner)
+    if how != "no learner":
+        attach(learner)
     first = signal.SIGINT if how == "SIGINT" else signal.SIGTERM
     server.process.send_signal(first)
     if how == "SIGTERM twice":
@@ -499,21 +306,8 @@ def test_a_server_ends_without_its_learner_when_told_to_or_in_time(servers, tmp_
     assert server.process.communicate(timeout=20)[0] == f"ended: {first.name}\n"
 
 
-def test_sigterm_ends_a_server_without_a_learner_at_once(servers, tmp_path):
-    server = servers.start(make_config(str(tmp_path / "run"), checkpoint={"grace_s": 3600.0}))
-    server.process.send_signal(signal.SIGTERM)
-    assert server.process.communicate(timeout=20)[0] == "ended: SIGTERM\n"
-
-
-def test_a_server_that_no_learner_ever_found_ends(servers, tmp_path):
-    process = servers.spawn(make_config(str(tmp_path / "run")), "--orphan-s", "0.2")
-    assert process.communicate(timeout=20)[0].startswith("ended: no learner attached")
-
-
 def test_status_shows_who_holds_what(servers, tmp_path):
-    server = servers.start(make_config(str(tmp_path / "run")))
-    learner, generator = servers.learner(server.address), servers.generator(server.address)
-    attach(learner)
+    _, learner, generator = servers.run(make_config(str(tmp_path / "run")))
     generator.hello(10.0, "fake", "host-1")
     (lease,) = get_leases(generator, count=1)
     generator.heartbeat({lease.lease_id: 5}, GeneratorStats(max_running=4, num_tokens=5), "no answer from 10.0.0.1:1")
@@ -532,24 +326,22 @@ def test_status_shows_who_holds_what(servers, tmp_path):
     assert json.loads(json.dumps(status)) == status
 
 
-def test_ensure_queue_starts_one_and_finds_it_again(tmp_path, monkeypatch):
+def test_a_learner_starts_a_queue_with_its_keys_and_finds_it_again(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    config = make_config(str(tmp_path / "run"))
+    make_keys(tmp_path / "keys")
+    keys = ClientKeys.load(tmp_path / "keys" / "client.key")
+    config = make_config(str(tmp_path / "run"), queue={"keys": str(tmp_path / "keys")})
     command = (sys.executable, "-m", "tests.queue.serve")
     log = tmp_path / "run" / "logs" / "queue.log"
     address = ensure_queue(config, "run", False, log, command=command)
-    pid = json.loads((tmp_path / "run" / "queue.json").read_text())["pid"]
     try:
-        assert answering_run(address, 10.0) == "run"
+        assert answering_run(address, 10.0, keys) == "run"
         assert ensure_queue(config, "run", False, log, command=("false",)) == address
     finally:
-        os.kill(pid, signal.SIGTERM)
-        os.waitpid(pid, 0)
-    # The next one takes the port over.
-    assert ensure_queue(config, "run", False, log, command=command) == address
-    pid = json.loads((tmp_path / "run" / "queue.json").read_text())["pid"]
-    os.kill(pid, signal.SIGTERM)
-    os.waitpid(pid, 0)
+        record = read_record(tmp_path / "run")
+        assert record is not None
+        os.kill(record.pid, signal.SIGTERM)
+        os.waitpid(record.pid, 0)
 
 
 def test_ensure_queue_shows_why_a_server_did_not_start(tmp_path):
