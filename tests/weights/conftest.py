@@ -5,12 +5,14 @@ from __future__ import annotations
 import multiprocessing
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
 from msgspec.structs import asdict
 
 from async_rl.queue.messages import Announcement
+from async_rl.weights.channel.publisher import Publisher
 from tests.forked import Forked, preload
 from tests.weights import receiver_program
 
@@ -48,6 +50,14 @@ class ReceiverProcess:
     def end(self) -> None:
         self.process.kill()
         self.process.wait()
+
+
+@contextmanager
+def a_publisher(deadline_s: float, chunk_bytes: int = 10_000) -> Iterator[Publisher]:
+    """With a collective; chunks are small, so that a version has several."""
+    with closing(Publisher("127.0.0.1", deadline_s=deadline_s, insecure=False, chunk_bytes=chunk_bytes)) as publisher:
+        assert publisher.wait_for_collective(60)
+        yield publisher
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ from async_rl.weights.channel.publisher import Publisher
 from async_rl.weights.channel.receiver import Receiver
 from async_rl.weights.receive_buffers import ReceiveBuffers, ReceivedWeights
 from async_rl.weights.staging import StagedVersion, Staging
-from tests.weights.conftest import ReceiverProcess
+from tests.weights.conftest import ReceiverProcess, a_publisher
 
 DEADLINE_S = 12.0
 
@@ -58,8 +58,7 @@ def engine() -> Iterator[Engine]:
 
 @pytest.fixture
 def publisher() -> Iterator[Publisher]:
-    with closing(Publisher("127.0.0.1", deadline_s=DEADLINE_S, insecure=False, chunk_bytes=10_000)) as publisher:
-        assert publisher.wait_for_collective(60)
+    with a_publisher(DEADLINE_S) as publisher:
         yield publisher
 
 
@@ -142,8 +141,3 @@ def test_nothing_is_received_into_the_engine_while_a_version_is_activated_nor_th
     # No bytes are here from which a delta could start.
     assert buffers.find(manifests[2].digest) is None
     assert buffers.newest_digest() == manifests[2].digest
-
-
-def test_a_worker_that_holds_another_version_says_so(engine: Engine):
-    with pytest.raises(WeightsError, match=r"expected the version of order 7 in engine worker 0, got that of order 0"):
-        engine.workers[0].tensors(7)

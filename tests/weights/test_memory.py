@@ -6,14 +6,10 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from torch.cuda import _pin_memory_utils as torchs_own
 
 from async_rl.errors import TrainingError, WeightsError
 from async_rl.learner.checkpoints.stored_tensors import HostCopy, TrainingState
-from async_rl.weights.manifest import Manifest
-from async_rl.weights.receive_buffers import ReceiveBuffer
 from async_rl.weights.staging import Staging
-from tests.weights.layouts import plan_layout
 
 PAGE = 4096
 
@@ -75,19 +71,6 @@ def test_staging_pins_its_buckets_and_unlocks_them_at_an_error_and_at_its_end(cu
     assert cudart.locked == {}
 
 
-def test_received_versions_are_pinned_in_one_piece_until_another_layout_comes(cudart: Cudart):
-    buffer = ReceiveBuffer([])
-    for sizes, pinned in (([20, 5], 128 + 64), ([20, 5], 128 + 64), ([100, 5], 448 + 64)):
-        # Buckets of 80 and 20 bytes begin at multiples of 64; then one of 400.
-        layout = plan_layout([("a", "float32", [sizes[0]]), ("b", "float32", [sizes[1]])], 64)
-        buffer.fit(Manifest("l", 1, layout.tensors, layout.bucket_sizes, ("", "")), pinned=True)
-        assert [bucket.numel() for bucket in buffer.buckets] == [4 * size for size in sizes]
-        assert list(cudart.locked.values()) == [pinned]
-    assert cudart.sizes == [192, 512]
-    del buffer
-    assert cudart.locked == {}
-
-
 def state() -> TrainingState:
     tensors = {"a": torch.arange(5.0), "b": torch.ones(10, 10, dtype=torch.bfloat16), "c": torch.tensor(7)}
     return TrainingState({**tensors, "none": torch.empty(0, 3)}, {}, num_updates=1)
@@ -122,12 +105,3 @@ def test_more_memory_than_there_is_ends_with_a_remedy_and_not_a_signal():
     huge = torch.empty(1, dtype=torch.uint8).expand(1 << 62)
     with pytest.raises(TrainingError, match=r"can't have \d+ bytes of host memory: .*checkpoint.asynchronous = false"):
         HostCopy().take(TrainingState({"a": huge}, {}, num_updates=1))
-
-
-def test_the_calls_have_the_arguments_of_torchs_own(cudart: Cudart):
-    # torch's wrapper of these two functions is compiled only with CUDA; its own Python code calls them like this.
-    memory = torch.zeros(2 * PAGE, dtype=torch.uint8)
-    torchs_own.pin_memory(memory.data_ptr(), memory.nbytes)
-    assert cudart.locked == {memory.data_ptr(): 2 * PAGE}
-    torchs_own.unpin_memory(memory.data_ptr())
-    assert cudart.locked == {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from async_rl.weights.scheduler import Member
-from async_rl.weights.tcp.peers import EXCLUDED_VERSIONS, PeerPull, PeerTree, distance
+from async_rl.weights.tcp.peers import PeerPull, PeerTree, distance
 from tests.weights.peers_model import spread
 
 
@@ -56,68 +56,6 @@ def test_a_generator_on_the_same_machine_is_asked_first_then_one_of_the_same_net
     assert sources(tree, members) == {"a": "learner", "b": "a", "c": "b", "d": "c", "e": "a"}
 
 
-def test_the_generators_of_a_machine_serve_two_other_machines_together():
-    members: dict[bytes, Member] = {}
-    for name, host in (("a", "10.0.0.1"), ("b", "10.0.0.1"), ("c", "10.0.0.2"), ("d", "10.0.0.3"), ("e", "10.0.0.4")):
-        joined(members, name, host)
-    tree = PeerTree(members)
-    tree.publish("v1")
-    # a serves b and c, b serves d: two pulls over the link of 10.0.0.1. So e asks c, although b has a place left.
-    assert sources(tree, members) == {"a": "learner", "b": "a", "c": "a", "d": "b", "e": "c"}
-
-
-def test_generators_that_cannot_serve_pull_from_the_learner_two_at_a_time_only_if_they_could():
-    members: dict[bytes, Member] = {}
-    for name in "ab":
-        joined(members, name, f"10.0.0.{name}", port=0)
-    for name in "cd":
-        joined(members, name, f"10.0.0.{name}")
-    tree = PeerTree(members)
-    tree.publish("v1")
-    assert sources(tree, members) == {"a": "learner", "b": "learner", "c": "learner", "d": "c"}
-
-
-def test_one_waits_while_all_places_are_taken_and_gets_that_of_a_pull_that_ended():
-    tree, members = a_tree("a", "b")
-    first = [tree.assign(member, "v1") for member in members.values()]
-    tree.publish("v2")
-    # a and b pull v1 still; v2 is on no generator. The learner has one place left: a's is taken, b pulls from a.
-    members_2 = [joined(members, name, f"10.0.1.{number}") for number, name in enumerate("cd", start=1)]
-    assert source_of(tree.assign(members_2[0], "v2")) == "learner"
-    assert source_of(tree.assign(members_2[1], "v2")) == "c"
-    tree.publish("v3")
-    late = joined(members, "e", "10.0.2.1")
-    assert tree.assign(late, "v3") is None
-    assert first[0] is not None
-    tree.end(first[0], is_complete=True)
-    assert source_of(tree.assign(late, "v3")) == "learner"
-
-
-def test_one_that_has_the_version_serves_it_and_one_whose_pull_failed_does_not():
-    tree, members = a_tree("a", "b")
-    a, b = members.values()
-    pull = tree.assign(a, "v1")
-    assert pull is not None
-    tree.end(pull, is_complete=False)
-    assert source_of(tree.assign(b, "v1")) == "learner"
-    pull = tree.assign(a, "v1")
-    assert source_of(pull) == "b"
-    assert pull is not None
-    tree.end(pull, is_complete=True)
-    # c has the choice of a (complete: no depth) and b (receives from the learner).
-    assert source_of(tree.assign(joined(members, "c", "10.0.0.3"), "v1")) == "a"
-
-
-def test_a_generator_that_left_is_asked_no_more_and_takes_no_place():
-    tree, members = a_tree("a", "b", "c")
-    assert sources(tree, members) == {"a": "learner", "b": "a", "c": "a"}
-    del members[b"a"]
-    assert source_of(tree.assign(joined(members, "d", "10.0.0.4"), "v1")) == "b"
-    # It joined again: another member, which has nothing yet.
-    again = joined(members, "a", "10.0.0.1")
-    assert source_of(tree.assign(again, "v1")) == "c"
-
-
 def test_two_never_wait_for_each_other():
     tree, members = a_tree("a", "b", "c")
     assert sources(tree, members) == {"a": "learner", "b": "a", "c": "a"}
@@ -136,29 +74,6 @@ def test_a_blamed_generator_serves_nobody_for_some_versions_and_takes_no_place_a
     # b pulls from the learner now, d from b. Places left: b has one, c and d have two each, a has none.
     others = [joined(members, name, f"10.0.3.{i}", port=0) for i, name in enumerate("efghi")]
     assert [source_of(tree.assign(one, "v1")) for one in others] == ["b", "c", "c", "d", "d"]
-
-
-def test_one_that_only_has_a_newer_version_is_not_blamed():
-    tree, members = a_tree("a", "b")
-    assert source_of(tree.assign(members[b"a"], "v1")) == "learner"
-    pull = tree.assign(members[b"b"], "v1")
-    assert pull is not None
-    assert tree.leave_source(pull, is_faulty=False) is members[b"a"]
-    assert source_of(pull) == "learner"
-    assert source_of(tree.assign(joined(members, "c", "10.0.0.1"), "v1")) == "a"
-
-
-def test_a_blamed_generator_serves_again_after_some_versions():
-    tree, members = a_tree("a", "b")
-    assert sources(tree, members) == {"a": "learner", "b": "a"}
-    pull = tree.assign(members[b"b"], "v1")
-    assert pull is not None
-    tree.leave_source(pull, is_faulty=True)
-    for version in range(EXCLUDED_VERSIONS - 1):
-        tree.publish(f"w{version}")
-    assert sources(tree, members, "w") == {"a": "learner", "b": "learner"}
-    tree.publish("last")
-    assert sources(tree, members, "last") == {"a": "learner", "b": "a"}
 
 
 @pytest.mark.parametrize(

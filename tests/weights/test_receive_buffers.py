@@ -82,18 +82,6 @@ def received(buffers: ReceiveBuffers, version: int) -> ReceivedWeights:
     return buffers.commit(buffer, manifest, 0.0)
 
 
-def test_two_buffers_are_enough_when_each_version_is_activated_before_the_next_comes():
-    buffers = ReceiveBuffers()
-    for version in range(6):
-        received(buffers, version)
-        staged = buffers.newest("l")
-        assert staged is not None
-        assert staged.version == version
-        buffers.activated(staged)
-        assert buffers.newest("l") is None
-    assert len(buffers._all) == 2
-
-
 def test_a_version_that_was_superseded_before_it_was_activated_is_refused():
     buffers = ReceiveBuffers()
     received(buffers, 1)
@@ -107,15 +95,6 @@ def test_a_version_that_was_superseded_before_it_was_activated_is_refused():
     buffers.activated(second)
 
 
-def test_versions_of_another_lineage_are_not_given():
-    buffers = ReceiveBuffers()
-    received(buffers, 1)
-    assert buffers.newest("m") is None
-    assert buffers.holds(manifest_of(1))
-    assert not buffers.holds(manifest_of(1, "m"))
-    assert not buffers.holds(manifest_of(2))
-
-
 def test_buckets_are_cut_from_the_given_memory_if_they_fit_in():
     memory = torch.zeros(256, dtype=torch.uint8)
     buffer = ReceiveBuffer([], memory=memory)
@@ -125,12 +104,3 @@ def test_buckets_are_cut_from_the_given_memory_if_they_fit_in():
     assert all(bucket.data_ptr() % 64 == memory.data_ptr() % 64 for bucket in buffer.buckets)
     assert int((memory == 7).sum()) == LAYOUT.size_bytes
     assert not buffer.fit(manifest_of(2))
-
-
-def test_buckets_that_do_not_fit_into_the_given_memory_are_allocated():
-    memory = torch.zeros(LAYOUT.size_bytes - 1, dtype=torch.uint8)
-    buffer = ReceiveBuffer([], memory=memory)
-    buffer.fit(manifest_of(1))
-    fill(buffer, 7)
-    assert [bucket.numel() for bucket in buffer.buckets] == list(LAYOUT.bucket_sizes)
-    assert not memory.any()

@@ -11,7 +11,6 @@ from async_rl.weights.scheduler import (
     Action,
     DropAction,
     FinishAction,
-    Member,
     PrepareAction,
     PullAction,
     StartAction,
@@ -129,23 +128,6 @@ def test_a_pull_goes_on_while_it_makes_progress():
     assert "weights.deadline_s" in drop.reason
 
 
-def test_a_member_that_is_not_ready_in_time_is_left_out_and_pulls():
-    scheduler = rounds_with(A, B)
-    scheduler.publish(0)
-    enter = only(scheduler.advance(0.0), PrepareAction)
-    scheduler.mark_ready(A, enter.attempt)
-    assert scheduler.advance(2.9) == []
-    go, pull = scheduler.advance(3.0)
-    assert isinstance(go, StartAction)
-    assert go.participants == (A,)
-    assert isinstance(pull, PullAction)
-    # It was asked to prepare at 0: that is when its deadline began.
-    assert (pull.member_id, pull.deadline) == (B, 12.0)
-    scheduler.mark_sent(go.attempt, ok=True)
-    scheduler.ack(A, go.attempt, 0)
-    assert only(scheduler.advance(3.1), FinishAction).intact
-
-
 def test_survivors_of_a_broken_epoch_pull_and_build_a_new_one_for_the_next_version():
     scheduler = rounds_with(A, B, C)
     scheduler.publish(0)
@@ -164,42 +146,6 @@ def test_survivors_of_a_broken_epoch_pull_and_build_a_new_one_for_the_next_versi
     scheduler.ack(B, pull.attempt, 0)
     again = deliver(scheduler, 1, A, B, now=1.0)
     assert (again.build, again.epoch) == (True, go.epoch + 1)
-
-
-def test_a_member_whose_collectives_break_again_and_again_pulls_for_a_while():
-    scheduler = rounds_with(A)
-    for version in range(3):
-        scheduler.publish(version)
-        enter = only(scheduler.advance(0.0), PrepareAction)
-        scheduler.mark_ready(A, enter.attempt)
-        go = only(scheduler.advance(0.0), StartAction)
-        assert scheduler.mark_failed(A, go.attempt, "unreachable") == (version == 2)
-        scheduler.mark_sent(go.attempt, ok=False)
-        finish, pull = scheduler.advance(0.0)
-        assert isinstance(finish, FinishAction)
-        assert isinstance(pull, PullAction)
-        scheduler.ack(A, pull.attempt, version)
-    for version in range(3, 35):
-        scheduler.publish(version)
-        assert pull_all(scheduler, 0.0) == [A]
-    scheduler.publish(35)
-    only(scheduler.advance(0.0), PrepareAction)
-
-
-def test_without_a_collective_everybody_pulls_everything_at_a_pace_of_its_own():
-    scheduler = rounds_with(A, B, has_collective=False)
-    scheduler.publish(0)
-    slow, fast = scheduler.advance(0.0)
-    assert isinstance(slow, PullAction)
-    assert isinstance(fast, PullAction)
-    scheduler.ack(B, fast.attempt, 0)
-    scheduler.publish(1)
-    assert pull_all(scheduler, 1.0) == [B]
-    # A goes on with version 0 and skips what came meanwhile.
-    scheduler.publish(2)
-    scheduler.ack(A, slow.attempt, 0)
-    assert pull_all(scheduler, 2.0) == [A, B]
-    assert {member.version for member in scheduler.members.values()} == {2}
 
 
 @pytest.mark.parametrize(
@@ -242,119 +188,6 @@ def test_pulls_make_room_for_the_newest_version(of_a: int, of_b: int, num_old: i
     assert [member.member_id for member, _ in scheduler.slow(11.0)] == [B]
     assert (scheduler.members[A].pull is None) == (A not in moved)
     assert (scheduler.members[A].offered_at is None) == (A not in moved)
-
-
-def test_a_pull_that_just_began_is_not_moved_for_lack_of_bytes():
-    scheduler = rounds_with(A, B, C, has_collective=False)
-    scheduler.publish(0)
-    a, b, c = scheduler.advance(0.0)
-    assert isinstance(a, PullAction)
-    assert isinstance(b, PullAction)
-    assert isinstance(c, PullAction)
-    scheduler.mark_pulled(A, a.attempt, 1000, 1.0)
-    for one, version in ((b, 0), (c, 0)):
-        scheduler.ack(one.member_id, one.attempt, version)
-    scheduler.publish(1)
-    b, c = scheduler.advance(2.0)
-    assert isinstance(c, PullAction)
-    scheduler.ack(C, c.attempt, 1)
-    scheduler.publish(2)
-    # B began 0.1 s ago; its server has not told yet what it got.
-    assert only(scheduler.advance(2.1), PullAction).member_id == C
-    assert only(scheduler.advance(2.1), PullAction).member_id == A
-    assert scheduler.members[B].pull is b
-
-
-def test_a_pull_that_can_not_be_offered_yet_is_offered_when_it_can():
-    scheduler = rounds_with(A, has_collective=False)
-    scheduler.publish(0)
-
-    def never(_: Member) -> bool:
-        return False
-
-    assert scheduler.advance(0.0, never) == []
-    # Its deadline does not begin either: nothing was offered to it.
-    assert only(scheduler.advance(5.0), PullAction).deadline == 17.0
-
-
-def test_a_silent_member_is_dropped_and_waited_for_no_longer():
-    scheduler = rounds_with(A, B)
-    scheduler.publish(0)
-    enter = only(scheduler.advance(0.0), PrepareAction)
-    scheduler.mark_ready(A, enter.attempt)
-    scheduler.mark_ready(B, enter.attempt)
-    go = only(scheduler.advance(0.0), StartAction)
-    scheduler.mark_sent(go.attempt, ok=True)
-    scheduler.ack(A, go.attempt, 0)
-    scheduler.mark_seen(A, 6.0)
-    assert scheduler.advance(6.0) == []
-    assert scheduler.advance(6.1) == [DropAction(B, "silent for 6.1 s"), FinishAction(go.attempt, 0, False)]
-    assert list(scheduler.members) == [A]
-
-
-def test_a_member_without_a_version_by_the_deadline_is_dropped_although_it_lives():
-    scheduler = rounds_with(A)
-    scheduler.publish(0)
-    scheduler.advance(0.0)
-    for now in (3.0, 6.0, 9.0, 11.9):
-        scheduler.mark_seen(A, now)
-        assert not any(isinstance(action, DropAction) for action in scheduler.advance(now))
-    drop = only(scheduler.advance(12.0), DropAction)
-    assert "weights.deadline_s" in drop.reason
-
-
-def test_a_member_whose_pulls_fail_three_times_in_a_row_is_dropped_with_the_last_reason():
-    scheduler = rounds_with(A)
-    scheduler.join(A, ("", "a"), 0.0, can_collect=True)
-    for time in range(3):
-        pull = only(scheduler.advance(time), PullAction)
-        scheduler.mark_failed(A, pull.attempt, f"reason {time}")
-    assert scheduler.advance(3.0) == [DropAction(A, "failed 3 times in a row, at last: reason 2")]
-
-
-def test_members_of_the_communicator_that_were_seen_lately_start_without_prepare():
-    scheduler = rounds_with(A, B)
-    scheduler._fresh_s = 1.5
-    first = deliver(scheduler, 0, A, B)
-    assert (first.build, first.skips_prepare) == (True, False)
-    scheduler.mark_seen(A, 1.0)
-    scheduler.publish(1)
-    go = only(scheduler.advance(1.5), StartAction)
-    assert (go.build, go.skips_prepare, go.participants, go.deadline) == (False, True, (A, B), 13.5)
-    assert scheduler.awaited == {A, B}
-    scheduler.mark_sent(go.attempt, ok=True)
-    for member in (A, B):
-        scheduler.ack(member, go.attempt, 1)
-    assert only(scheduler.advance(1.5), FinishAction).intact
-    # B was last seen at 0. It may be frozen, so it must be asked whether it is ready.
-    scheduler.publish(2)
-    assert set(only(scheduler.advance(1.6), PrepareAction).member_ids) == {A, B}
-
-
-def test_a_start_that_is_cancelled_leaves_the_communicator_intact():
-    scheduler = rounds_with(A)
-    scheduler._fresh_s = 1.5
-    deliver(scheduler, 0, A)
-    scheduler.publish(1)
-    go = only(scheduler.advance(0.0), StartAction)
-    scheduler.publish(None)
-    scheduler.cancel_start(go.attempt)
-    assert only(scheduler.advance(0.0), FinishAction) == FinishAction(go.attempt, 1, True)
-    scheduler.publish(2)
-    again = only(scheduler.advance(0.0), StartAction)
-    assert (again.build, again.epoch) == (False, go.epoch)
-
-
-def test_a_newer_version_replaces_one_that_was_not_sent():
-    scheduler = rounds_with(A)
-    scheduler.publish(0)
-    first = only(scheduler.advance(0.0), PrepareAction)
-    scheduler.publish(1)
-    finish, second = scheduler.advance(0.1)
-    assert finish == FinishAction(first.attempt, 0, False)
-    assert second == PrepareAction(first.attempt + 1, 1, (A,))
-    scheduler.mark_ready(A, first.attempt)
-    assert scheduler.advance(0.2) == []
 
 
 def test_a_generator_that_comes_back_over_a_new_connection_replaces_its_old_self():

@@ -12,11 +12,9 @@ import torch
 
 from async_rl.net.streams import read_exactly
 from async_rl.weights import control
-from async_rl.weights.channel.publisher import _slow_text  # pyright: ignore[reportPrivateUsage]
 from async_rl.weights.channel.receiver import Receiver
 from async_rl.weights.control import Heartbeat, Join, PublisherSocket, Pull, parse_channel
 from async_rl.weights.manifest import manifest_from_fields
-from async_rl.weights.scheduler import Member
 from async_rl.weights.tcp.protocol import make_request
 from tests.weights.test_tcp import DEADLINE_S, Plane, a_plane, arrived, assert_same, model
 
@@ -123,17 +121,3 @@ def test_what_counts_as_pulled_is_what_has_reached_the_member():
                 read_exactly(connection.recv, size)
                 until(lambda before=before: member.pulled_bytes > before or before == 2 * size)
         assert size < member.pulled_bytes <= 2 * size
-
-
-def test_slow_members_are_named_with_their_rates():
-    def slow(name: str, num_bytes: int) -> Member:
-        return Member(b"", ("", name), 100.0, False, lost_bytes=num_bytes // 2, pulled_bytes=num_bytes // 2)
-
-    assert _slow_text([]) == ""
-    # 2 KiB in 20 s, and 3 MiB in 100 s.
-    assert _slow_text([(slow("a", 2048), 20.0), (slow("b", 3 << 20), 100.0)]) == (
-        "pulls of weights are slower than versions come: generator a got 102 B/s for 20 s and no whole version; "
-        "generator b got 30.7 KiB/s for 100 s and no whole version; check their network, or raise "
-        "weights.sync_every, or weights.staging_bytes by a version for each pace"
-    )
-    assert "; 3 others, too; check" in _slow_text([(slow("c", 0), 5.0)] * 7)

@@ -1,12 +1,9 @@
 import threading
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 
 from async_rl.errors import WeightsError
-from async_rl.weights import staging as staging_module
 from async_rl.weights.manifest import digest_bytes
 from async_rl.weights.receive_buffers import tensor_views
 from async_rl.weights.staging import Staging
@@ -37,26 +34,6 @@ def test_a_staged_version_holds_every_byte_first_and_later():
         assert staged.manifest.bucket_sizes == (848, 400)
         assert_holds(staged, version)
         staged.retire()
-
-
-def test_equal_weights_have_equal_digests_in_every_buffer():
-    staging = Staging(None, 1000)
-    digests = [staging.stage("l", v, iter(model(0.5).items())).manifest.digest for v in range(2)]
-    assert digests[0] == digests[1]
-
-
-def test_two_versions_fit_by_default_and_a_third_takes_a_retired_ones_buffer():
-    staging = Staging(None, 1000, deadline_s=0.05)
-    first, second = stage(staging, 0), stage(staging, 1)
-    assert first.pin()
-    first.retire()
-    first.unpin()
-    third = stage(staging, 2)
-    assert third.wait_s < 0.05
-    assert staging.num_dropped == 0
-    assert not first.pin()
-    assert_holds(second, 1)
-    assert_holds(third, 2)
 
 
 def test_staging_waits_for_the_buffer_that_is_being_sent():
@@ -135,31 +112,3 @@ def test_other_tensors_than_before_are_refused_and_the_iterator_exhausted():
             staging.stage("l", 1, left)
         assert next(left, None) is None
     assert_holds(stage(staging, 2), 2)
-
-
-def test_digests_are_computed_while_later_tensors_are_gathered(monkeypatch: pytest.MonkeyPatch):
-    begun = threading.Event()
-    digest = staging_module._digest
-
-    def noted(*of: Any) -> str:
-        begun.set()
-        return digest(*of)
-
-    monkeypatch.setattr(staging_module, "_digest", noted)
-    staging = Staging(None, 1000)
-    tensors = [(f"layer.{index}", torch.full((300,), float(index))) for index in range(4)]  # a bucket each
-
-    def gathered() -> Iterator[tuple[str, torch.Tensor]]:
-        yield from tensors[:2]
-        assert begun.wait(30), "the first bucket's digest waits for the last tensor"
-        yield from tensors[2:]
-
-    digests = []
-    for version in range(2):  # the first one finds the layout
-        begun.clear()
-        staged = staging.stage("line", version, gathered())
-        digests.append(staged.manifest.bucket_digests)
-        assert digests[-1] == tuple(digest_bytes(bucket.numpy().data) for bucket in staged.buckets)
-        staged.retire()
-    assert len(set(digests[0])) == 4
-    assert digests[0] == digests[1]

@@ -1,7 +1,6 @@
 import pytest
 
 from async_rl.weights.channel.transports import choose_transport, obstacle
-from async_rl.weights.collective.libraries import offers
 from async_rl.weights.control import CollectiveOffer
 
 
@@ -25,11 +24,6 @@ def test_with_ports_of_the_user_auto_takes_the_transport_that_uses_them(has_cuda
     assert choose_transport("auto", has_cuda=has_cuda, is_trusted=True, has_ports=True) == "tcp"
 
 
-def test_an_unknown_transport_is_a_bug():
-    with pytest.raises(ValueError, match="'mpi'"):
-        choose_transport("mpi", has_cuda=False, is_trusted=True)
-
-
 NCCL = CollectiveOffer("nccl", "2.29.7", ["GPU-0"])
 
 
@@ -47,7 +41,3 @@ NCCL = CollectiveOffer("nccl", "2.29.7", ["GPU-0"])
 def test_a_generator_takes_part_only_with_the_learners_library_and_a_device_of_its_own(offered, taken, expected: str):
     assert expected in obstacle(NCCL, offered, taken)
     assert bool(obstacle(NCCL, offered, taken)) == bool(expected)
-
-
-def test_without_a_device_only_gloo_is_offered():
-    assert offers(None) == [CollectiveOffer("gloo")]
