@@ -107,9 +107,7 @@ def test_descriptors_are_left_for_files():
     assert most_connections(1024) == 256
 
 
-def test_a_connection_without_a_message_is_closed_in_time_and_one_with_a_message_stays(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_a_connection_without_a_message_is_closed_in_time_and_one_with_a_message_stays(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(connections, "FIRST_MESSAGE_S", 0.2)
     with a_router() as router:
         client, silent, trickling = router.client(), router.peer(), router.peer()
@@ -196,24 +194,3 @@ def test_no_more_connections_are_accepted_than_can_be_closed():
         client.send(b"hello")
         assert router.receive()
         assert sum(map(is_closed, peers)) >= 1500 - connections.MAX_UNAUTHENTICATED_OF_ADDRESS
-
-
-def test_a_full_queue_of_events_does_not_hold_up_the_end():
-    with a_router() as router:
-        for _ in range(1500):
-            router.peer()
-
-
-def test_the_kernel_asks_silent_peers_whether_they_are_there():
-    with a_router() as server:
-        client = server.client()
-        client.send(b"hello")
-        frame = server.socket.recv_multipart(copy=False)[-1]
-        assert isinstance(frame, zmq.Frame)
-        with socket.socket(fileno=os.dup(int(frame.get("__fd")))) as connection:
-            assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-            idle, each, count = (
-                connection.getsockopt(socket.IPPROTO_TCP, option)
-                for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
-            )
-            assert idle + each * count == 30  # seconds

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rl.errors import WireError
-from async_rl.net.streams import pack_frame, read_exactly, read_frame, receive_into, take_frame
+from async_rl.net.streams import pack_frame, read_frame, receive_into, take_frame
 
 
 def in_pieces(data: bytes, size: int):
@@ -37,20 +37,6 @@ def test_a_frame_may_have_the_limit_and_no_byte_more():
         read_frame(in_pieces(pack_frame(b"1234"), 9), max_bytes=3)
     with pytest.raises(WireError, match="at most 3 bytes, got 4"):
         take_frame(bytearray(pack_frame(b"1234")), max_bytes=3)
-
-
-@pytest.mark.parametrize("cut", [1, 4, 6])
-def test_a_stream_that_ends_inside_a_frame_is_an_error_and_not_an_end(cut: int):
-    with pytest.raises(ConnectionError, match="the peer closed the connection after"):
-        read_frame(in_pieces(pack_frame(b"abc")[:cut], 2), max_bytes=4)
-
-
-def test_exact_reads_end_only_where_they_may():
-    assert read_exactly(in_pieces(b"", 1), 3, may_end=True) == b""
-    with pytest.raises(ConnectionError, match="after 0 of 3 bytes"):
-        read_exactly(in_pieces(b"", 1), 3)
-    with pytest.raises(ConnectionError, match="after 2 of 3 bytes"):
-        read_exactly(in_pieces(b"ab", 1), 3, may_end=True)
 
 
 def test_receive_into_fills_a_buffer_or_says_how_far_it_came():
