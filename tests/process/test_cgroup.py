@@ -48,14 +48,6 @@ def test_the_groups_of_version_1_are_found_from_the_inside_out(tmp_path: Path):
     assert memory_groups(root) == [MemoryGroup(at, is_v2=False) for at in (top / "job/step", top / "job", top)]
 
 
-def test_the_groups_of_version_2_are_found_without_the_root_which_counts_nothing(tmp_path: Path):
-    root = machine(tmp_path, "0::/user.slice/run-1\n", V2_MOUNT.format(top="/"))
-    top = root / "sys/fs/cgroup"
-    for directory in (top / "user.slice/run-1", top / "user.slice"):
-        group(directory, V2_FILES)
-    assert [at.directory for at in memory_groups(root)] == [top / "user.slice/run-1", top / "user.slice"]
-
-
 @pytest.mark.parametrize(
     ("path", "top"), [("/kubepods/pod7", "/kubepods/pod7"), ("/", "/"), ("/../../pod7", "/"), ("/other", "/pod7")]
 )
@@ -63,11 +55,6 @@ def test_a_container_finds_its_own_group_at_the_mount_point(tmp_path: Path, path
     root = machine(tmp_path, f"0::{path}\n", V2_MOUNT.format(top=top))
     at = group(root / "sys/fs/cgroup", V2_FILES)
     assert [found.directory for found in memory_groups(root)] == ([] if path == "/other" and top == "/" else [at])
-
-
-def test_a_machine_without_cgroups_has_none(tmp_path: Path):
-    assert memory_groups(tmp_path) == []
-    assert memory_groups(machine(tmp_path / "other", "0::/\n")) == []
 
 
 @pytest.mark.parametrize(("files", "is_v2", "swap"), [(V1_FILES, False, 100), (V2_FILES, True, 30)])

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from async_rl.process.child import package_path
-from async_rl.process.pid_one import leave_pid_one
 
 DEADLINE_S = 60.0
 BEGIN = "import os, signal, sys, time\nfrom async_rl.process.pid_one import leave_pid_one\n"
@@ -44,18 +43,6 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
     finally:
         process.kill()
     return process.returncode, out
-
-
-def test_the_kernel_keeps_sigterm_from_a_process_without_a_handler_that_is_pid_one():
-    # Why this module exists. SIGKILL from outside does end it.
-    process = as_pid_one("print('ready', flush=True); signal.pause()")
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    os.kill(pid_one_of(process), signal.SIGTERM)
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(1.0)
-    os.kill(pid_one_of(process), signal.SIGKILL)
-    finish(process)
 
 
 def test_sigterm_to_pid_one_ends_a_command_without_a_handler_of_its_own():
@@ -119,9 +106,3 @@ while True:
     assert finish(process) == (10, "")
     os.close(terminal)
     os.close(stdin)
-
-
-def test_a_process_that_is_not_pid_one_goes_on_as_it_is():
-    before = os.getpid(), os.getpgrp()
-    leave_pid_one()
-    assert (os.getpid(), os.getpgrp()) == before
