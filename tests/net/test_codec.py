@@ -191,9 +191,7 @@ TYPE = "Expected `{}`, got `{}`"
         ({"turns": [[[1, 1.0, 1.0, 1.0]]]}, "Expected `array` of at most length 3, got 4"),
         ({"sessions": [None, None]}, "message"),
         ({"sessions": [{**to_builtins(SESSION), "agent_s": float("nan")}]}, "message"),
-        ({"sessions": [{**to_builtins(SESSION), "sampling_s": -1.0}]}, "message"),
         ({"sessions": [{**to_builtins(SESSION), "tools": {"x" * 65: 1}}]}, "message"),
-        ({"sessions": [{**to_builtins(SESSION), "tools": {str(number): 1 for number in range(65)}}]}, "message"),
         ({"sessions": [{**to_builtins(SESSION), "calls": {"first": -1}}]}, "message"),
     ],
 )

@@ -53,16 +53,17 @@ def test_groups_are_taken_in_stream_order_whatever_their_arrival():
 
 def test_groups_leased_with_an_older_version_go_first():
     state = make_state(max_staleness=2)
-    slow = leases(state, 3)
-    for lease in slow[:2]:
+    quick, _, (slow,) = leases(state, 2), leases(state, 1, generator="g1"), leases(state, 1)
+    for lease in quick:
         put(state, group(lease))
     take(state)
     ack(state)
-    # Position 2 comes again after 3: a lease asked with version 0 still goes before one asked with 1.
-    fresh = leases(state, 2, version=1)
-    for lease in (*fresh, slow[2]):
-        put(state, group(lease, 1))
-    assert positions(take(state)) == [2, 3]
+    # Position 2 comes again, and is asked for with version 1; position 3 was asked for with version 0.
+    generator_requests.goodbye(state, "g1", 0.0)
+    (again,) = leases(state, 1, version=1)
+    for lease, version in ((again, 1), (slow, 0)):
+        put(state, group(lease, version))
+    assert positions(take(state)) == [3, 2]
 
 
 def test_a_take_of_another_step_or_version_is_refused_and_one_that_overtakes_an_ack_waits():

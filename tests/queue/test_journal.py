@@ -385,18 +385,21 @@ def test_a_commit_that_finds_no_room_is_made_again(tmp_path: Path):
         (num_pages,) = journal._index.execute("PRAGMA page_count").fetchone()
         journal._index.execute(f"PRAGMA max_page_count = {num_pages}")
         changes = [delete("a"), Change("lease", "l", {"x": "y" * 100_000})]
+        journal.release(ref)
         for _ in range(2):
             with pytest.raises(StorageFullError, match="database or disk is full"):
                 journal.commit(changes, {"queue": b"2"})
         saved = journal.load()
         assert saved is not None
         assert (set(saved.entries["group"]), saved.state) == ({"a"}, {"queue": b"1"})
+        assert group_names(tmp_path) == ["group-0000000001"], "the last commit names it"
         journal._index.execute("PRAGMA max_page_count = 1000000")
         journal.commit(changes, {"queue": b"2"})
         saved = journal.load()
         assert saved is not None
         assert (set(saved.entries["group"]), set(saved.entries["lease"])) == (set(), {"l"})
         assert saved.state == {"queue": b"2"}
+        assert group_names(tmp_path) == []
 
 
 @pytest.mark.parametrize("name", ["SQLITE_IOERR_WRITE", "SQLITE_CANTOPEN"])

@@ -115,9 +115,6 @@ def test_a_full_table_refuses_another_generator_until_one_left_or_fell_silent():
 # Requests that wait.
 
 
-POLL = Message("await_eval", {})
-
-
 def test_of_many_equal_requests_one_is_tried_after_a_change():
     tried: list[bytes] = []
     revision, in_vain_at = 0, -1
@@ -135,9 +132,8 @@ def test_of_many_equal_requests_one_is_tried_after_a_change():
             in_vain_at = revision
             return None
 
-        pending.add(
-            Request(peer, "1", None, "lease"), POLL, Deferred(60.0, attempt, lambda: in_vain_at == revision), 0.0
-        )
+        deferred = Deferred(60.0, attempt, lambda: in_vain_at == revision)
+        pending.add(Request(peer, "1", None, "lease"), Message("lease", {}), deferred, 0.0)
 
     for number in range(100):
         ask(b"%d" % number)

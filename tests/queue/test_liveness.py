@@ -65,6 +65,15 @@ def test_a_queue_full_of_pinned_and_reserved_bytes_goes_on(on_stale):
     assert world.ledger["trained"] == 24
 
 
+def test_a_group_that_would_leave_no_room_for_the_rest_of_its_step_is_refused():
+    # Room for 2 worst cases, 2 groups a step: one payload of 1.5 would leave room for no other lease, for ever.
+    world = World(Knobs(max_groups=2.0, max_attempts=2))
+    world.ask("g0", 1)
+    (lease_id,) = world.generators["g0"].leases
+    assert world.give("g0", lease_id, "huge") == "refused"
+    world.run_to_the_end()
+
+
 def make_world_that_waits() -> tuple[World, str]:
     """Bound 1. Position 3 was leased at version 0, can be trained at 1 and not at 2; all else for version 1 is here."""
     world = World(Knobs(on_stale="wait", max_staleness=1))
@@ -125,10 +134,10 @@ def test_an_epoch_is_trained_exactly_once_through_every_kind_of_death(on_stale):
     assert world.ledger["trained"] == 12
 
 
-def test_the_end_of_the_run_ends_the_leases_of_evaluations_too():
+def test_the_end_of_the_run_ends_all_leases_those_of_evaluations_too():
     world = World(Knobs())
     world.evaluate(exclusive=False)
-    assert [lease.kind for lease in world.ask("g0", 2).leases] == ["eval", "eval"]
+    assert [lease.kind for lease in world.ask("g0", 4).leases] == ["eval", "eval", "train", "train"]
     learner_requests.finish(world.state, world.lineage, world.now)
     world.settle()
     assert not world.entries["lease"]

@@ -18,6 +18,7 @@ from async_rl.errors import AddressError, QueueError
 from async_rl.net.keys import ClientKeys, make_keys
 from async_rl.net.wire import Message, decode, encode
 from async_rl.process.stop import StopRequest
+from async_rl.queue import messages
 from async_rl.queue.messages import (
     Announcement,
     Batch,
@@ -367,6 +368,12 @@ def test_a_learner_of_launch_waits_for_the_queue_server_and_never_starts_one(ser
     assert not log.exists()
     server = servers.start(config, "--run-id", "run")
     assert ensure_queue(config, "run", False, log, may_start=False) == server.address
+
+
+def test_the_status_has_what_the_learner_says_is_wrong_until_it_is_gone(run):
+    for trouble in ("pulls are slow", ""):
+        run.post(b"learner", messages.Alive(LINEAGE, trouble))
+        assert run.learner(messages.GetStatus()).fields["status"]["learner_trouble"] == trouble
 
 
 def test_no_answer_of_an_earlier_learner_s_time_is_repeated_to_a_generator():
