@@ -173,6 +173,77 @@ def test_a_number_is_that_of_the_batches_beyond_the_one_that_is_trained(setting:
     assert RunAhead(setting, 8).limit(0.0) == limit
 
 
+def test_until_a_step_and_a_group_are_timed_three_batches_are_given():
+    pace = RunAhead("auto", 8)
+    assert pace.limit(0.0) == 24
+    pace.returned(5.0, is_filtered=False)
+    assert pace.limit(1e6) == 24  # the first step waits for its batch, which says nothing of the learner
+    pace.took(10.0)
+    pace.trained(20.0)
+    assert pace.limit(20.0) == 21  # 8 (2 + 1.2 * 5 / 10) = 20.8
+
+
+def test_a_restarted_server_that_knows_no_group_yet_gives_more_while_a_step_waits():
+    pace = RunAhead("auto", 8)
+    pace.took(0.0)  # of groups that returned before the restart
+    pace.trained(10.0)
+    assert [pace.limit(now) for now in (10.0, 12.5, 15.0)] == [24, 26, 28]
+
+
+def test_a_step_with_a_checkpoint_does_not_change_the_learners_pace_and_three_slower_ones_do():
+    pace = RunAhead("auto", 8)
+    now = 0.0
+    for seconds, known in ((10, 10), (10, 10), (50, 10), (10, 10), (10, 10), (30, 10), (30, 30), (30, 30)):
+        pace.took(now)
+        now += seconds
+        pace.trained(now)
+        assert pace.step_s == known
+
+
+def test_lengths_that_triple_are_known_within_four_batches():
+    pace = RunAhead("auto", 8)
+    for _ in range(100):
+        pace.returned(10.0, is_filtered=False)
+    for _ in range(4 * 8):
+        pace.returned(30.0, is_filtered=True)
+    # (1 - 1/16) ** 32 = 0.127 of the old value is left.
+    assert pace.group_s == pytest.approx(30 - 0.127 * 20, abs=0.1)
+    assert pace.filtered == pytest.approx(0.873, abs=0.01)
+
+
+def test_the_slack_grows_with_a_wait_while_leases_were_held_back_and_shrinks_again():
+    pace = timed(group_s=10.0, step_s=10.0, num_steps=5)
+    pace.hold(26, 5.0)
+    pace.trained(10.0)
+    pace.took(10.1)  # 1 % of a step is no wait
+    assert pace.slack == SLACK
+    pace.hold(26, 15.0)
+    pace.trained(20.1)
+    pace.took(22.1)
+    assert pace.slack == pytest.approx(1.2 * 1.1)  # a fifth of a step: 1 + 0.5 / 5
+    pace.hold(26, 27.1)
+    pace.trained(32.1)
+    pace.took(132.1)  # nothing was held back of which groups could have come
+    assert pace.slack == pytest.approx(1.32 * 0.998)
+    pace.hold(26, 142.0)
+    pace.trained(142.1)
+    pace.took(161.0)  # more than a step counts as one
+    assert pace.slack == pytest.approx(1.32 * 0.998 * 1.5)
+    for step in range(300):
+        pace.trained(171.0 + 10 * step)
+        pace.took(171.0 + 10 * step)
+    assert pace.slack == SLACK
+
+
+def test_waits_of_the_first_five_steps_leave_the_slack_alone():
+    pace = timed(group_s=10.0, step_s=10.0, num_steps=3)
+    for now, slack in ((10.0, SLACK), (30.0, 1.5 * SLACK)):  # the first has four steps behind it, the second five
+        pace.hold(26, now)
+        pace.trained(now)
+        pace.took(now + 10.0)
+        assert pace.slack == pytest.approx(slack)
+
+
 def test_leases_wait_while_sampling_is_far_enough_ahead_and_the_reason_says_so():
     state = make_state(max_staleness=16, run_ahead="auto")  # 2 groups a step
     assert len(leases(state, 20)) == 6
