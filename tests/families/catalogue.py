@@ -12,22 +12,37 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 
-from tests.learner.model.families import (
-    CONVOLUTION,
-    EXPERTS,
-    HALF_WINDOW,
-    LATENT,
-    LINEAR,
-    SHAPE,
-    SHARED_EXPERT,
-    SPARSE,
-    STATEFUL,
-)
-
 Settings = dict[str, Any]
 _NOISE = 0.15
 """Standard deviation of what is added to every weight of a new model, which has many zeros and ones."""
 
+SHAPE: Settings = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+EXPERTS: Settings = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT: Settings = {
+    "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    "n_shared_experts": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4,
+}  # fmt: skip
+SPARSE: Settings = {**LATENT, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 4}
+HALF_WINDOW: Settings = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+CONVOLUTION: Settings = {"layer_types": ["conv", "full_attention"]}
+LINEAR: Settings = {
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "head_dim": 8,
+}  # fmt: skip
+STATE: Settings = {
+    "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 4,
+}  # fmt: skip
+LONGROPE: Settings = {
+    "original_max_position_embeddings": 32,
+    "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32,
+                        "short_factor": [1.0] * 4, "long_factor": [4.0] * 4},
+}  # fmt: skip
+"""For Phi 3: other positions in sequences of more than 32 tokens."""
+SHARED_EXPERT: Settings = {**EXPERTS, "shared_expert_intermediate_size": 16}
 HALF: Settings = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 _LOCAL: Settings = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _GROUPED: Settings = {**LATENT, "num_key_value_heads": 2}
@@ -188,9 +203,9 @@ FAMILIES: dict[str, Family] = {
     "Phi-MoE, windows": Family("Phimoe", {"num_local_experts": 4, "sliding_window": 8}),
     "Solar Open": Family("SolarOpen", {**_GROUPED, "head_dim": 8}),
     # State along the row: linear attention, convolutions, state space
-    "Qwen 3 Next": Family("Qwen3Next", STATEFUL["qwen3 next"][1]),
-    "Qwen 3.5": Family("Qwen3_5Text", STATEFUL["qwen3.5"][1]),
-    "Qwen 3.5 MoE": Family("Qwen3_5MoeText", STATEFUL["qwen3.5 moe"][1]),
+    "Qwen 3 Next": Family("Qwen3Next", {**LINEAR, **SHARED_EXPERT}),
+    "Qwen 3.5": Family("Qwen3_5Text", LINEAR),
+    "Qwen 3.5 MoE": Family("Qwen3_5MoeText", {**LINEAR, **SHARED_EXPERT}),
     "Kimi Linear": Family(
         "KimiLinear",
         {**LATENT, "layer_types": ["linear_attention", "full_attention"], "linear_num_heads": 2, "linear_head_dim": 8,
@@ -203,13 +218,27 @@ FAMILIES: dict[str, Family] = {
     "LFM 2": Family("Lfm2", CONVOLUTION),
     "LFM 2 MoE": Family("Lfm2Moe", {**CONVOLUTION, **EXPERTS, "num_dense_layers": 1}),
     "Mamba": Family("Mamba", {"state_size": 8}),
-    "Mamba 2": Family("Mamba2", STATEFUL["mamba 2"][1]),
+    "Mamba 2": Family(
+        "Mamba2", {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 4}
+    ),
     "Falcon Mamba": Family("FalconMamba", {"state_size": 8}),
-    "Falcon-H1": Family("FalconH1", {**STATEFUL["falcon h1"][1], "lm_head_multiplier": 0.25}),
-    "Granite 4 hybrid": Family("GraniteMoeHybrid", {**STATEFUL["granite 4 hybrid"][1], "logits_scaling": 4.0}),
-    "Bamba": Family("Bamba", STATEFUL["bamba"][1]),
-    "Jamba": Family("Jamba", STATEFUL["jamba"][1]),
-    "Nemotron-H": Family("NemotronH", STATEFUL["nemotron h"][1]),
+    "Falcon-H1": Family("FalconH1", {**STATE, "mamba_d_ssm": 64, "lm_head_multiplier": 0.25}),
+    "Granite 4 hybrid": Family(
+        "GraniteMoeHybrid",
+        {**STATE, **_LOCAL, "layer_types": ["mamba", "attention"], "shared_intermediate_size": 16,
+         "logits_scaling": 4.0},
+    ),
+    "Bamba": Family("Bamba", {**STATE, "attn_layer_indices": [1]}),
+    "Jamba": Family(
+        "Jamba",
+        {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
+         "num_experts": 4, "mamba_d_state": 8, "use_mamba_kernels": False},
+    ),
+    "Nemotron-H": Family(
+        "NemotronH",
+        {"layers_block_type": ["mamba", "attention"], "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8,
+         "n_groups": 1, "chunk_size": 4, "head_dim": 8},
+    ),
     "Zamba": Family(
         "Zamba",
         {"layer_types": ["mamba", "hybrid"] * 2, "num_hidden_layers": 4, "mamba_d_state": 8, "n_mamba_heads": 2,
@@ -218,9 +247,12 @@ FAMILIES: dict[str, Family] = {
     ),
     "Zamba 2": Family(
         "Zamba2",
-        {**STATEFUL["zamba 2"][1], "layers_block_type": ["mamba", "hybrid"] * 2, "num_hidden_layers": 4},
+        {"layers_block_type": ["mamba", "hybrid"] * 2, "num_hidden_layers": 4, "mamba_d_state": 8, "n_mamba_heads": 4,
+         "mamba_ngroups": 1, "chunk_size": 4, "num_mem_blocks": 1, "use_shared_attention_adapter": False},
     ),
-    "RecurrentGemma": Family("RecurrentGemma", STATEFUL["recurrent gemma"][1]),
+    "RecurrentGemma": Family(
+        "RecurrentGemma", {"lru_width": 32, "attention_window_size": 8, "block_types": ["recurrent", "attention"]}
+    ),
     "RWKV": Family("Rwkv", {"attention_hidden_size": 32, "context_length": 256, "rescale_every": 0}),
     "RWKV, rescaled": Family("Rwkv", {"attention_hidden_size": 32, "context_length": 256, "rescale_every": 1}),
     "xLSTM": Family(
@@ -243,13 +275,13 @@ FAMILIES: dict[str, Family] = {
 }  # fmt: skip
 
 
-def build(name: str, seed: int = 0) -> Any:
-    """Return the family's model with random weights, float32."""
+def build(name: str, seed: int = 0, **changes: Any) -> Any:
+    """Return the family's model with random weights, float32. ``changes``: other settings than the catalogue's."""
     family = FAMILIES[name]
     torch.manual_seed(seed)
     config: Any = getattr(transformers, f"{family.prefix}Config")
     model: Any = getattr(transformers, family.model or f"{family.prefix.removesuffix('Text')}ForCausalLM")
-    built = model(config(**{**SHAPE, **family.settings})).float().eval()
+    built = model(config(**{**SHAPE, **family.settings, **changes})).float().eval()
     with torch.no_grad():
         for parameter in built.parameters():
             parameter.add_(torch.randn_like(parameter) * _NOISE)

@@ -13,6 +13,7 @@ import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from async_rl.errors import ModelError
@@ -20,7 +21,8 @@ from async_rl.generator.hf.lockstep import LockstepRows
 from async_rl.generator.hf.self_test import choose_rows
 from tests.families.catalogue import FAMILIES, build
 from tests.families.sampling import worst_difference, write_family
-from tests.learner.model.test_padded import alone, gradient_of, make_engine
+from tests.learner.model.reference import plain_step
+from tests.learner.model.test_padded import gradient_of, make_engine
 from tests.learner.rank_scenarios import sequences_with_a_group
 from tests.learner.tiny import tiny_model
 
@@ -28,6 +30,7 @@ TOLERANCE = 1e-5
 """Largest difference that counts as rounding: in nats or relative, and relative to the largest gradient."""
 VLLM = Path(__file__).with_name("vllm.json")
 """What somebody found with vLLM: family -> result. Families that are missing were not tried."""
+TEXT = Path(__file__).with_name("page.txt")
 _FIGURE = re.compile(r"\d(\.\d+)?e[-+]\d+|\b0\.\d+\b")
 
 
@@ -63,7 +66,7 @@ def learner(name: str) -> Result:
             engine.self_test()
         except ModelError as error:
             return Result("refused", _clause(str(error)), ())
-        scores, expected = alone(root / "model", sequences, FAMILIES[name].attention)
+        scores, expected = plain_step(root / "model", sequences, FAMILIES[name].attention)
         found = engine.score(sequences, of="policy")
         logprobs = max(
             float((abs(found[i] - values.numpy()) / values.abs().clamp_min(1.0).numpy()).max())
@@ -118,8 +121,8 @@ def page() -> str:
     for name, found in json.loads(VLLM.read_text(encoding="utf-8")).items():
         of_vllm.setdefault(found, []).append(_shown(name))
     vllm = [f"- {found}: {', '.join(names)}" for found, names in of_vllm.items()]
-    parts = [_HEAD, *table, "", _REFUSED, *refused, "", _VLLM, *vllm, "", _FIGURES + figures]
-    return "\n".join(parts) + "\n"
+    lists = {name: "\n".join(rows) for name, rows in (("table", table), ("refused", refused), ("vllm", vllm))}
+    return Template(TEXT.read_text(encoding="utf-8")).substitute(lists, figures=figures)
 
 
 def _shown(name: str) -> str:
@@ -134,39 +137,7 @@ def without_figures(text: str) -> str:
 
 _WAYS = ["packed", "padded", "slots", "caches", "no cache", "refused"]
 """Ways of both sides, the fast ones first."""
-_HEAD = """# Model families
 
-<!-- generated: python -m tests.families.page > docs/families.md -->
-
-Will your model train? Nothing needs to be set: learner and engine test themselves at start, choose what computes the
-same as transformers' model for one sequence alone, and refuse the model by name if nothing does. To know before:
-
-```
-async-rl doctor run.toml      # loads the model in both, and compares their log-probabilities
-```
-
-Search this page for the family. A family that is not listed meets the same tests. A family that the built-in engine
-refuses may run on [vLLM](engines.md#vllm) or on [a backend of your own](engines.md#a-backend-of-your-own), and
-`async-rl sft`, `rm` and `dpo` need no engine.
-
-*Learner*: [packed or padded rows](architecture.md#what-the-learner-computes), chosen by `learner.packing = "auto"`;
-packed is the fast way. *Built-in engine*: [slots, transformers' own caches or no
-cache](architecture.md#what-the-built-in-engine-computes); the last two are slow.
-
-| learner | built-in engine | number | families |
-|---|---|---|---|"""
-_REFUSED = "## Refused\n"
-_VLLM = """## vLLM
-
-What [vLLM's CPU build](engines.md#families-tried-on-vllms-cpu-build) does with a family; the others were not tried.
-"""
-_FIGURES = """## How it was measured
-
-Every family is built tiny from its config class in transformers 5.19, with random float32 weights, on a CPU: real
-weights and sizes of most have not been run. A step of the learner, with prompts shared by a group, is compared with
-each sequence alone; sampling with plain forward passes: prompts of 1 to 21 tokens share five slots, answers are longer
-than the window of 8 tokens, and new weights arrive in the midst. Largest differences of the learner's log-probabilities
-(relative above one nat) and gradients (relative to the largest): """
 
 if __name__ == "__main__":
     logging.disable(logging.WARNING)

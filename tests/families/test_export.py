@@ -33,9 +33,7 @@ WHOLE = {"HRM"}
 """Families that can't be written tensor by tensor."""
 
 SOME = ("Llama", "GPT-2", "BLOOM", "Mixtral", "DBRX", "Qwen 3 MoE", "Jamba", "Gemma 2", "HRM")
-ALL = [
-    pytest.param(name, marks=pytest.mark.slow if name in SOME else pytest.mark.long) for name in FAMILIES
-]  # fmt: skip
+ALL = [pytest.param(name, marks=pytest.mark.slow if name in SOME else pytest.mark.long) for name in FAMILIES]
 
 
 def write_checkpoint_of(model: Any, directory: Path, config: bytes) -> Path:

@@ -4,27 +4,22 @@ them says the same.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.families.catalogue import FAMILIES
-from tests.families.page import built_in_engine, learner, page, without_figures
+from tests.families.page import Result, built_in_engine, learner, page, without_figures
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 
+@pytest.mark.parametrize("side", [learner, built_in_engine], ids=["learner", "built-in engine"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_learner_computes_a_family_right_or_refuses_it(name: str):
-    result = learner(name)
-    assert result.is_right, result
-    assert bool(result.reason) == (result.way == "refused")
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_the_built_in_engine_samples_a_family_right_or_refuses_it(name: str):
-    result = built_in_engine(name)
+def test_a_side_computes_a_family_right_or_refuses_it(name: str, side: Callable[[str], Result]):
+    result = side(name)
     assert result.is_right, result
     assert bool(result.reason) == (result.way == "refused")
 

@@ -11,11 +11,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from async_rl.config.config import Config
 from async_rl.config.learner import Recomputation
-from async_rl.errors import ConfigError
 from async_rl.learner.data.packing import pack
-from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.model.policy_model import to_device
-from async_rl.learner.ranks import init_ranks
+from tests.learner.model.reference import engine_of
 from tests.learner.tiny import random_sequences, tiny_config, tiny_model
 
 NUM_TOKENS, HIDDEN, INTERMEDIATE = 96, 64, 256
@@ -23,7 +21,7 @@ NUM_TOKENS, HIDDEN, INTERMEDIATE = 96, 64, 256
 
 def kept(config: Config) -> tuple[int, list[torch.Tensor]]:
     """The bytes that the decoder's forward pass leaves allocated, and the gradients."""
-    model = FsdpEngine(config, init_ranks(config)).policy.model
+    model = engine_of(config).policy.model
     ((micro_batch,),) = pack(random_sequences(2, NUM_TOKENS // 2), max_tokens=1 << 20, num_ranks=1, packing="packed")
     batch = to_device(micro_batch, torch.device("cpu"))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
@@ -37,12 +35,8 @@ def test_selective_keeps_the_outputs_of_products_and_full_the_inputs_of_layers(t
     numbers: dict[Recomputation, float] = {}
     gradients: dict[Recomputation, list[torch.Tensor]] = {}
     for num_layers in (2, 6):
-        shape: dict[str, Any] = {
-            "hidden_size": HIDDEN,
-            "intermediate_size": INTERMEDIATE,
-            "num_hidden_layers": num_layers,
-        }
-        tiny_model(tmp_path / f"{num_layers}", **shape)
+        shape: dict[str, Any] = {"hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE}
+        tiny_model(tmp_path / f"{num_layers}", num_hidden_layers=num_layers, **shape)
     for how in ("none", "selective", "full"):
         settings = {"gradient_checkpointing": how}
         shallow, _ = kept(tiny_config(tmp_path, "2", model=settings))
@@ -56,10 +50,3 @@ def test_selective_keeps_the_outputs_of_products_and_full_the_inputs_of_layers(t
     for how in ("selective", "full"):
         for gradient, expected in zip(gradients[how], gradients["none"], strict=True):
             torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(("old", "new"), [(True, "full"), (False, "none")])
-def test_the_switch_that_it_was_is_refused_with_its_new_value(tmp_path: Path, old: bool, new: str):
-    expected = f'model.gradient_checkpointing.*got {str(old).lower()}, which is now "{new}"; write that'
-    with pytest.raises(ConfigError, match=expected):
-        tiny_config(tmp_path, "model", model={"gradient_checkpointing": old})

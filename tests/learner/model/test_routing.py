@@ -1,9 +1,10 @@
-"""Routers that are told which experts to choose, in every family, and the way of the routes to them."""
+"""Routers that are told which experts to choose, in every family; steps with routing replay, however they are cut."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,10 +17,13 @@ from async_rl.learner.model import routing
 from async_rl.learner.model.policy_model import PolicyModel, load_model, to_device
 from async_rl.learner.model.routing import RoutingReplay, gates
 from async_rl.learner.model.self_test import check_replay
+from async_rl.learner.sequences import TrainSequence
 from async_rl.routes import FAMILIES
+from tests.learner.model.reference import Tensors, engine_of, gradients
 from tests.learner.moe import moe_model
-from tests.learner.rank_scenarios import routed
-from tests.learner.tiny import random_sequences
+from tests.learner.rank_scenarios import REPLAYED, routed, routed_config, save
+from tests.learner.ranks import run_ranks
+from tests.learner.tiny import random_sequences, tiny_config, tiny_model
 
 
 def policy_of(directory: Path, packing: Packing = "packed") -> PolicyModel:
@@ -82,15 +86,6 @@ def test_routes_go_with_their_tokens_through_packing_and_the_wire():
     assert (free.routes.dtype, len(free.routes)) == (np.uint16, 0)
 
 
-def test_routes_of_some_sequences_or_of_too_few_tokens_are_refused():
-    sequences = routed(random_sequences(2, 6))
-    with pytest.raises(ValueError, match="expected routes of all 2 sequences or of none, got 1"):
-        pack([sequences[0], replace(sequences[1], routes=None)], max_tokens=64, num_ranks=1)
-    assert sequences[0].routes is not None
-    with pytest.raises(ValueError, match="expected routes of 5 tokens, got 4"):
-        pack([replace(sequences[0], routes=sequences[0].routes[:4])], max_tokens=64, num_ranks=1)
-
-
 @pytest.mark.parametrize("packing", ["packed", "padded"])
 def test_the_experts_of_every_token_are_the_given_ones(tmp_path: Path, packing: Packing):
     policy, sequences = policy_of(moe_model(tmp_path), packing), routed(random_sequences(3, 8, spread=3))
@@ -116,3 +111,79 @@ def test_the_experts_of_every_token_are_the_given_ones(tmp_path: Path, packing: 
     )
     assert policy.replay.num_counted == 3 * num_tokens
     assert int(policy.replay.num_different) == differing > num_tokens
+
+
+def stepped(root: Path, name: str, **sections: Any) -> tuple[Any, Tensors]:
+    """One update on routed sequences: its statistics and its gradients."""
+    engine = engine_of(routed_config(root, **sections))
+    stats = engine.update(routed(random_sequences(5, 12, spread=4)), version=0)
+    save(engine, root / name, 1)
+    engine.close()
+    return stats, gradients(root / name)
+
+
+def assert_near(left: Tensors, right: Tensors) -> None:
+    torch.testing.assert_close(left, right, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("lora", [{}, {"rank": 2, "targets": ["q_proj", "o_proj"]}])
+def test_a_step_is_the_same_recomputed_padded_and_in_small_micro_batches(tmp_path: Path, lora: dict[str, Any]):
+    moe_model(tmp_path / "model")
+    stats, expected = stepped(tmp_path, "plain", lora=lora)
+    assert stats.routing is not None
+    assert stats.routing[0] > stats.routing[1] / 2
+    assert lora or expected["model.layers.0.mlp.gate.weight"].abs().max() > 0
+    for name, sections in (
+        ("recomputed", {"model": {"gradient_checkpointing": "full"}}),
+        ("recomputed in part", {"model": {"gradient_checkpointing": "selective"}}),
+        ("small", {"learner": {"max_tokens": 20}}),
+        ("padded", {"learner": {"packing": "padded"}}),
+    ):
+        other, gradients = stepped(tmp_path, name, lora=lora, **sections)
+        assert_near(gradients, expected)
+        assert other.routing == stats.routing, name
+    _, free = stepped(tmp_path, "free", lora=lora, model={"routing_replay": False})
+    assert max(float((free[key] - expected[key]).abs().max()) for key in free) > 1e-4
+
+
+@pytest.mark.slow
+def test_two_ranks_take_the_step_of_one(tmp_path: Path):
+    moe_model(tmp_path / "model")
+    stats, expected = stepped(tmp_path, "one")
+    run_ranks("replayed", tmp_path)
+    for name in REPLAYED:
+        assert_near(gradients(tmp_path / name), expected)
+        assert (tmp_path / name / "routing.txt").read_text() == str(stats.routing)
+
+
+def test_the_reference_chooses_by_itself(tmp_path: Path):
+    moe_model(tmp_path / "model")
+    scores = []
+    for lora in ({}, {"rank": 2, "targets": ["o_proj"]}):
+        engine = engine_of(routed_config(tmp_path, lora=lora, loss={"kl_coef": 0.1, "kl_placement": "loss"}))
+        given = routed(random_sequences(3, 10))
+        free: list[TrainSequence] = [replace(s, routes=None) for s in given]
+        assert not np.array_equal(engine.score(given, of="policy")[0], engine.score(free, of="policy")[0])
+        np.testing.assert_array_equal(engine.score(given, of="reference")[0], engine.score(free, of="reference")[0])
+        scores.append(engine.score(given, of="reference")[0])
+        engine.close()
+    np.testing.assert_array_equal(*scores)
+
+
+def test_a_dense_model_is_refused_by_the_key(tmp_path: Path):
+    tiny_model(tmp_path / "model")
+    config = routed_config(tmp_path)
+    with pytest.raises(ModelError, match=r"routing_replay: expected a model with experts .*, got 'qwen2'"):
+        engine_of(config)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
+def test_the_routers_losses_in_the_models_config_change_nothing(tmp_path: Path, model_type: str):
+    found = []
+    for name, settings in (("plain", {}), ("beside", {"output_router_logits": True, "router_aux_loss_coef": 10.0})):
+        moe_model(tmp_path / name, model_type, **settings)
+        engine = engine_of(tiny_config(tmp_path, name, learner={"max_tokens": 512}))
+        stats = engine.update(random_sequences(4, 12), version=0)
+        assert stats.grad_norm > 0
+        found.append((stats.loss, stats.grad_norm, dict(engine.gather())))
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)

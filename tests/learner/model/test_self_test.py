@@ -19,123 +19,78 @@ from async_rl.learner.model import self_test as module
 from async_rl.learner.model.policy_model import PolicyModel
 from async_rl.learner.model.self_test import check_neighbours, check_packing
 from async_rl.learner.sequences import TrainSequence
-from tests.families.catalogue import build as tiny
-from tests.learner.model.families import (
-    CONVOLUTION,
-    EXPERTS,
-    HALF_WINDOW,
-    LATENT,
-    LONGROPE,
-    SHAPE,
-    SPARSE,
-    STATEFUL,
-    WINDOW,
-    causal_lm,
-)  # fmt: skip
+from tests.families.catalogue import LONGROPE, build
 
-RIGHT: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", {}),
-    "qwen2 with windows": ("Qwen2", HALF_WINDOW),
-    "qwen3": ("Qwen3", {"head_dim": 16}),
-    "qwen3 moe": ("Qwen3Moe", {**EXPERTS, "head_dim": 8}),
-    "mistral with windows": ("Mistral", WINDOW),
-    "mixtral": ("Mixtral", {"num_local_experts": 4}),
-    "gemma3": ("Gemma3Text", {"head_dim": 8, **WINDOW}),
-    "cohere2": ("Cohere2", WINDOW),
-    "deepseek v3": ("DeepseekV3", LATENT),
-    "phi3": ("Phi3", {}),
-    "olmo3": ("Olmo3", WINDOW),
-    "granite": ("Granite", {}),
-    "glm4": ("Glm4", {"head_dim": 8}),
+DYNAMIC: dict[str, Any] = {
+    "max_position_embeddings": 64, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+}  # fmt: skip
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "LFM 2": ({}, r"layers\.0\.conv\.out_proj differs by"),
+    "MiniMax": ({}, r"layers\.0\.self_attn\.\S+ differs by"),
+    "Qwen 2 MoE, windows": ({}, r"self_attn\.o_proj differs by"),
+    "Phi 3": (LONGROPE, "longrope positions"),
+    "Llama": (DYNAMIC, "dynamic positions depend on .* above 64 tokens, and sequences may have 200"),
+    "GPT-OSS": ({}, "does not support s_aux"),
+    "Doge": ({}, "does not support attention_mask"),
+    "Gemma 2": ({}, "does not support softcap"),
+    "GLM DSA": ({}, "it fails on sequences packed in a row: TypeError"),
+    "Nemotron": ({}, "expected packed_layout"),
+    "Llama 4": ({}, "decoder layers"),
+    "Mamba 2": ({}, "can't be trained on packed rows"),
+    "RecurrentGemma": ({}, "can't be trained on packed rows"),
 }
-REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "lfm2": ("Lfm2", CONVOLUTION, r"layers\.0\.conv\.out_proj differs by"),
-    "lfm2 moe": ("Lfm2Moe", {**CONVOLUTION, **EXPERTS, "num_dense_layers": 1}, r"layers\.0\.conv\.out_proj differs by"),
-    "minimax": (
-        "MiniMax",
-        {"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 4, "block_size": 4},
-        r"layers\.0\.self_attn\.\S+ differs by",
-    ),
-    "windows of qwen2 moe": (
-        "Qwen2Moe", {**HALF_WINDOW, **EXPERTS, "shared_expert_intermediate_size": 16}, r"self_attn\.o_proj differs by",
-    ),
-    "windows of phimoe": ("Phimoe", {**WINDOW, "num_local_experts": 4}, r"self_attn\.o_proj differs by"),
-    "longrope": ("Phi3", {"original_max_position_embeddings": 32, "rope_parameters": LONGROPE}, "longrope positions"),
-    "dynamic rope": (
-        "Llama",
-        {"max_position_embeddings": 64, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-        "dynamic positions depend on the longest sequence of a micro-batch above 64 tokens, and sequences may have 200",
-    ),
-    "gpt-oss": ("GptOss", {"num_local_experts": 4, "head_dim": 8, **WINDOW}, "does not support s_aux"),
-    "mimo v2 flash": ("MiMoV2Flash", {}, "does not support s_aux"),
-    "granite swa": ("GraniteSWA", WINDOW, "does not support s_aux"),
-    "doge": ("Doge", {}, "does not support attention_mask"),
-    "gemma2": ("Gemma2", {"head_dim": 8}, "does not support softcap"),
-    "deepseek v3.2": ("DeepseekV32", SPARSE, "it fails on sequences packed in a row: TypeError"),
-    "glm dsa": ("GlmMoeDsa", SPARSE, "it fails on sequences packed in a row: TypeError"),
-    "nemotron": ("Nemotron", {}, "expected packed_layout"),
-    "llama 4": ("Llama4", {"num_local_experts": 2, "head_dim": 8, "intermediate_size_mlp": 48}, "decoder layers"),
-}  # fmt: skip
-# Some of REFUSED go in padded rows. DeepSeek's choice of tokens differs with rounding, where scores are equal.
-REFUSED_PADDED = ("longrope", "dynamic rope", "deepseek v3.2", "glm dsa", "llama 4")
-PADDED: dict[str, tuple[str, dict[str, Any]]] = {
-    **RIGHT,
-    **STATEFUL,
-    **{name: row[:2] for name, row in REFUSED.items() if name not in REFUSED_PADDED},
-}  # fmt: skip
+"""Family -> settings, and why it is refused in packed rows."""
 
 
-def build(family: str, settings: dict[str, Any], packing: Packing = "packed") -> PolicyModel:
-    return PolicyModel(causal_lm(family, settings), packing)
+def policy_of(family: str, packing: Packing = "packed", **settings: Any) -> PolicyModel:
+    return PolicyModel(build(family, **settings), packing)
 
 
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("name", ["Llama", "Qwen 2, windows", "Gemma 3", "Qwen 3 MoE", "DeepSeek-V3"])
 def test_families_that_compute_the_same_are_accepted(name: str):
-    check_packing(build(*RIGHT[name]), max_length=200)
+    check_packing(policy_of(name), max_length=200)
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_families_that_do_not_are_refused_with_what_differs(name: str):
-    family, settings, found = REFUSED[name]
+    settings, found = REFUSED[name]
     with pytest.raises(ModelError, match=found):
-        check_packing(build(family, settings), max_length=200)
+        check_packing(policy_of(name, **settings), max_length=200)
 
 
-@pytest.mark.parametrize("name", PADDED)
-def test_families_that_compute_the_same_in_padded_rows_are_accepted(name: str):
-    check_packing(build(*PADDED[name], "padded"), max_length=200)
-
-
-@pytest.mark.parametrize("name", STATEFUL)
-def test_models_with_state_along_the_row_are_refused_packed(name: str):
-    with pytest.raises(ModelError, match="can't be trained on packed rows"):
-        check_packing(build(*STATEFUL[name]), max_length=200)
-
-
-@pytest.mark.parametrize("name", REFUSED_PADDED)
+@pytest.mark.parametrize("name", ["Phi 3", "Llama", "GLM DSA", "Llama 4"])
 def test_what_differs_in_padded_rows_too_is_refused(name: str):
-    family, settings, _ = REFUSED[name]
     with pytest.raises(ModelError):
-        check_packing(build(family, settings, "padded"), max_length=200)
+        check_packing(policy_of(name, "padded", **REFUSED[name][0]), max_length=200)
 
 
-class LooksAhead(nn.Module):
-    """Adds a little of the token after, which may be padding."""
+class Leaks(nn.Module):
+    """Adds a share of the token before, whose sequence may be another, or of the one after, which may be padding."""
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner: nn.Module, share: float, *, of_next: bool = False, only_backward: bool = False) -> None:
         super().__init__()
-        self.inner = inner
+        self.inner, self.share, self.of_next, self.only_backward = inner, share, of_next, only_backward
 
     def forward(self, hidden: Tensor) -> Tensor:
         out = self.inner(hidden)
-        return out + 1e-3 * torch.cat([out[:, 1:], torch.zeros_like(out[:, :1])], dim=1)
+        nothing = torch.zeros_like(out[:, :1])
+        other = torch.cat([out[:, 1:], nothing] if self.of_next else [nothing, out[:, :-1]], dim=1)
+        return out + self.share * (other - other.detach() if self.only_backward else other)
 
 
-def test_a_model_whose_tokens_see_the_padding_is_refused():
-    policy = build("Llama", {}, "padded")
+@pytest.mark.parametrize(
+    ("packing", "leak", "found"),
+    [
+        ("packed", {"share": 1e-3}, r"on packed rows: the output of layers\.1\.mlp differs"),
+        ("packed", {"share": 0.1, "only_backward": True}, "the gradient at its"),
+        ("padded", {"share": 1.5e-4, "of_next": True}, r"on padded rows: the output of layers\.1\.mlp differs"),
+    ],
+)
+def test_a_leak_along_the_row_is_found(packing: Packing, leak: dict[str, Any], found: str):
+    policy = policy_of("Llama", packing)
     layer: Any = policy.decoder_layers[1]
-    layer.mlp = LooksAhead(layer.mlp)
-    with pytest.raises(ModelError, match=r"can't be trained on padded rows: the output of layers\.1\.mlp differs"):
+    layer.mlp = Leaks(layer.mlp, **leak)
+    with pytest.raises(ModelError, match=found):
         check_packing(policy, max_length=200)
 
 
@@ -158,7 +113,7 @@ class LeavesHooks(nn.Module):
 
 def test_a_layer_that_raises_leaves_no_hooks_for_what_is_computed_next():
     saved: list[Tensor] = []
-    policy = build("Llama", {})
+    policy = policy_of("Llama")
     layer: Any = policy.decoder_layers[1]
     layer.mlp = LeavesHooks(saved)
     with pytest.raises(ModelError, match="it fails on sequences packed in a row: ValueError: no such layer") as kept:
@@ -168,62 +123,30 @@ def test_a_layer_that_raises_leaves_no_hooks_for_what_is_computed_next():
 
 
 def test_logits_that_are_not_the_output_of_the_head_are_refused():
-    policy = build("Llama", {})
+    policy = policy_of("Llama")
     policy.logit_factor = 0.999
     with pytest.raises(ModelError, match=r"its logits differ by 1\.0e-03 of the largest"):
         check_packing(policy, max_length=200)
     # Qwen 2 ignores this key. The logits are below 1, where a cap of 30 would show only in the fourth digit.
     with pytest.raises(ModelError, match=r"its logits differ by .* of its head times 1, capped at 30"):
-        check_packing(build("Qwen2", {"final_logit_softcapping": 30.0}), max_length=200)
+        check_packing(policy_of("Qwen 2", final_logit_softcapping=30.0), max_length=200)
 
 
 def test_a_model_whose_tokens_see_later_ones_is_refused():
     with pytest.raises(ModelError, match="its tokens depend on later ones: without the last token of a sequence"):
-        check_packing(PolicyModel(tiny("BERT without a causal mask"), "padded"), max_length=200)
-
-
-def test_a_cap_on_attention_is_computed_by_attention_that_has_it():
-    policy = PolicyModel(tiny("Gemma 2"), "padded")
-    check_packing(policy, max_length=200)
-    assert policy.causal_lm.config._attn_implementation == "eager"
+        check_packing(policy_of("BERT without a causal mask", "padded"), max_length=200)
 
 
 def test_what_only_long_sequences_meet_is_accepted_for_short_ones():
-    family, settings, _ = REFUSED["longrope"]
-    check_packing(build(family, settings), max_length=32)
-    family, settings, _ = REFUSED["windows of qwen2 moe"]
-    wider = build(family, {**settings, "sliding_window": 64})
+    check_packing(policy_of("Phi 3", **LONGROPE), max_length=32)
+    wider = policy_of("Qwen 2 MoE, windows", sliding_window=64)
     check_packing(wider, max_length=64)
     with pytest.raises(ModelError, match="o_proj differs by"):
         check_packing(wider, max_length=65)
 
 
-class Leaks(nn.Module):
-    """Adds a little of the token before, whose sequence may be another."""
-
-    def __init__(self, inner: nn.Module, share: float, *, only_backward: bool = False) -> None:
-        super().__init__()
-        self.inner, self.share, self.only_backward = inner, share, only_backward
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        out = self.inner(hidden)
-        before = torch.cat([torch.zeros_like(out[:, :1]), out[:, :-1]], dim=1)
-        return out + self.share * (before - before.detach() if self.only_backward else before)
-
-
-@pytest.mark.parametrize(
-    ("only_backward", "found"), [(False, r"layers\.1\.mlp differs"), (True, "the gradient at its")]
-)
-def test_a_leak_of_a_thousandth_along_the_row_is_found(only_backward: bool, found: str):
-    policy = build("Llama", {})
-    layer: Any = policy.decoder_layers[1]
-    layer.mlp = Leaks(layer.mlp, 1e-3 if not only_backward else 0.1, only_backward=only_backward)
-    with pytest.raises(ModelError, match=found):
-        check_packing(policy, max_length=200)
-
-
 def test_the_model_is_as_before_afterwards():
-    policy = build("Qwen2", HALF_WINDOW)
+    policy = policy_of("Qwen 2, windows")
     before = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
     check_packing(policy, max_length=200)
     assert all(torch.equal(tensor, before[name]) for name, tensor in policy.state_dict().items())
@@ -236,7 +159,7 @@ def test_the_model_is_as_before_afterwards():
 
 def test_of_a_large_model_only_layers_up_to_the_last_new_kind_run(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "_FEW_PARAMETERS", 0)
-    policy = build("Llama", {"num_hidden_layers": 5})
+    policy = policy_of("Llama", num_hidden_layers=5)
     layers = policy.decoder_layers
     run: list[int] = []
     for index, layer in enumerate(layers):
@@ -260,14 +183,14 @@ def scoring(score: Callable[[np.ndarray, int], float]) -> Callable[[Sequence[Tra
 
 
 def test_values_that_change_with_the_neighbours_are_refused():
-    config = transformers.LlamaConfig(**SHAPE, architectures=["LlamaForCausalLM"])
+    config = transformers.LlamaConfig(architectures=["LlamaForCausalLM"])
     independent = scoring(lambda ids, total: float(ids.sum()))
     leaking = scoring(lambda ids, total: float(ids.sum()) + 1e-3 * total)
     check_neighbours(independent, config, num_ranks=2)
     with pytest.raises(ModelError, match=r"LlamaForCausalLM .* logprobs change by up to"):
         check_neighbours(leaking, config, num_ranks=2)
     # Experts compute tokens of several sequences together, so rounding may change.
-    check_neighbours(leaking, transformers.MixtralConfig(**SHAPE), num_ranks=2)
+    check_neighbours(leaking, transformers.MixtralConfig(), num_ranks=2)
 
 
 @pytest.mark.parametrize("packing", ["packed", "padded"])
