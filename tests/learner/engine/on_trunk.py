@@ -46,10 +46,10 @@ def run_on_trunk(directory: Path) -> None:
     """
     from async_rl.learner.engine.fsdp_engine import FsdpEngine
 
-    names, lora = json.loads((directory / "trunk.json").read_text(encoding="utf-8"))
+    names = json.loads((directory / "trunk.json").read_text(encoding="utf-8"))
     ranks = init_ranks(trunk_config(directory))
     for name in names:
-        config = trunk_config(directory, parallel=LAYOUTS[name][1], **(LORA if lora else {}))
+        config = trunk_config(directory, parallel=LAYOUTS[name][1], **LORA)
         ranks.layout = Layout.of(config.parallel, ranks.world_size)
         engine = FsdpEngine(config, ranks)
         if not ranks.is_leader:
@@ -65,8 +65,7 @@ def run_on_trunk(directory: Path) -> None:
         save(engine, directory / f"saved {name}", 1)
         policy = engine.update(sequences, version=0)
         found.append(engine.critic.score(sequences))
-        published = {key: tensor.detach().clone() for key, tensor in engine.gather()}
-        result = (found, (stats.loss, stats.grad_norm, stats.tokens_trained, policy.grad_norm), published)
-        torch.save(result, directory / f"{name}.pt")
+        numbers = (stats.loss, stats.grad_norm, stats.tokens_trained, policy.grad_norm)
+        torch.save((found, numbers), directory / f"{name}.pt")
         stop_following(engine)
     ranks.close()

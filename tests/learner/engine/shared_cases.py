@@ -1,9 +1,8 @@
-"""What two ranks that share layers or experts compute, in cases that ``layouts.py`` does not have."""
+"""Steps of two ranks under settings that ``layouts.py`` does not have."""
 
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,8 @@ from async_rl.learner.model.logprobs import token_logprobs
 from async_rl.learner.model.mask_tensors import MaskTensors
 from async_rl.learner.ranks import Ranks, init_ranks
 from async_rl.learner.sequences import TrainSequence
-from async_rl.sampling_mask import pack_ids
 from tests.learner import rank_layouts as layouts
+from tests.learner.model.masks import masks_around
 from tests.learner.rank_layouts import assert_same, layout_config, layout_model, layout_sequences, run_layout
 from tests.learner.ranks import run_ranks
 from tests.learner.tiny import tiny_config
@@ -43,32 +42,41 @@ VARIANTS: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "recomputed in part": ("qwen3_moe", True, {"model": {"gradient_checkpointing": "selective"}}),
     "a reference of its own, entropy": ("qwen2", False, {"loss": {"preset": "grpo", "entropy_coef": 0.1}}),
     "replayed routes": (
-        "qwen3_moe",
-        False,
-        {"model": {"routing_replay": True}, "generator": {"backend": "transformers"}},
+        "qwen3_moe", False, {"model": {"routing_replay": True}, "generator": {"backend": "transformers"}},
     ),
     "sampling masks": ("qwen2", False, {"sampling": {"top_k": 9}}),
-}
-"""Name -> model, whether it has adapters, sections of the config."""
-MORE: dict[str, tuple[str, bool, dict[str, Any]]] = {
+    "one sequence for two ranks": ("qwen2_moe", False, {"model": {"gradient_checkpointing": "full"}}),
+    "4 bits": ("qwen2", True, {"lora": {"base_bits": 4}, "model": {"gradient_checkpointing": "full"}}),
+    "recomputed, kept for a step": (
+        "qwen2", False, {"model": {"gradient_checkpointing": "full"}, "learner": {"reshard": "none"}},
+    ),
+    "padded, kept for a micro-batch": (
+        "qwen2", False, {"learner": {"max_tokens": 60, "packing": "padded", "reshard": "after_backward"}},
+    ),
+    "skipped": ("qwen2", False, {"loss": {"min_ess": 0.999}}),
+    "published adapters": (
+        "qwen3", True,
+        {"lora": {"publish": "adapters"}, "generator": {"backend": "transformers"},
+         "optimizer": {"name": "adamw_8bit"}},
+    ),
+    "adapters on 8-bit weights": ("qwen2", True, {"lora": {"base_bits": 8}, "optimizer": {"name": "muon"}}),
+    # In the long tests.
     "gemma": ("gemma", False, {}),
     "gemma2": ("gemma2", False, {}),
+    "mistral": ("mistral", False, {}),
     "qwen2_moe": ("qwen2_moe", False, {}),
     "recomputed": ("qwen3", False, {"model": {"gradient_checkpointing": "full"}}),
     "kept for a step": ("llama", True, {"learner": {"reshard": "none"}}),
-    "mistral": ("mistral", False, {}),
     "compiled": ("qwen3", False, {"learner": {"compile": True, "max_tokens": 80}}),
-    "published adapters": ("qwen3", True, {"lora": {"publish": "adapters"}}),
-    "one sequence for two ranks": ("qwen2_moe", False, {"model": {"gradient_checkpointing": "full"}}),
     "adapters beside a reference": ("qwen3", True, {"loss": {"preset": "grpo", "entropy_coef": 0.1}}),
-}
-"""For the long test."""
+}  # fmt: skip
+"""Name -> model, whether it has adapters, sections of the config."""
 
 
 def variant_config(directory: Path, name: str, parallel: dict[str, int]) -> Config:
-    model, lora, sections = (VARIANTS | MORE)[name]
+    model, lora, sections = VARIANTS[name]
     # Small steps: where a gradient is nearly 0, Adam divides rounding by itself. The first moment is the gradient.
-    sections = sections | {"optimizer": {"lr": 1e-5}}
+    sections = sections | {"optimizer": {"lr": 1e-5} | sections.get("optimizer", {})}
     raw = layout_config(directory, model, parallel, lora=lora).model_dump(mode="json", exclude_unset=True)
     merged = {section: raw.get(section, {}) | sections.get(section, {}) for section in raw.keys() | sections.keys()}
     return tiny_config(directory, model, **merged)
@@ -92,19 +100,13 @@ def _routed(sequence: TrainSequence) -> TrainSequence:
 
 
 def _masked(sequence: TrainSequence) -> TrainSequence:
-    generator = np.random.default_rng(sequence.sequence_id)
     targets = sequence.token_ids[sequence.loss_mask]
-    counts = np.where(np.arange(len(targets)) % 2, 9, 40)
-    ids = [
-        np.sort([target, *generator.permutation(np.delete(np.arange(45), target))[: count - 1]])
-        for target, count in zip(targets, counts, strict=True)
-    ]
-    return replace(sequence, sampling_mask=pack_ids(counts, np.concatenate(ids), vocab_size=45))
+    return replace(sequence, sampling_mask=masks_around(targets, (9, 40), 45))
 
 
 def compare_with_one_process(directory: Path, names: list[str], parallel: dict[str, int]) -> None:
     """Compare a step of two ranks, laid out as ``parallel`` says, with that of one process, under each variant."""
-    for name in {(VARIANTS | MORE)[name][0] for name in names}:
+    for name in {VARIANTS[name][0] for name in names}:
         layout_model(directory / name, name, layouts.MODELS | MODELS)
     alone = init_ranks(variant_config(directory, names[0], {}))
     _run(directory / "alone", directory, names, {}, alone)
@@ -131,7 +133,7 @@ def _run(target: Path, directory: Path, names: list[str], parallel: dict[str, in
 
 
 def check_vocabulary() -> None:
-    """Log-probabilities over a divided vocabulary, by hand and against the whole."""
+    """Log-probabilities over a divided vocabulary, against the whole."""
     mesh = init_device_mesh("cpu", (2,))
 
     def divided(whole: nn.Linear) -> nn.Linear:
@@ -141,17 +143,6 @@ def check_vocabulary() -> None:
             setattr(head, name, nn.Parameter(part))
         return head
 
-    # Probabilities 1/2, 1/6 and 1/3; rank 0 has the first two tokens.
-    identity = nn.Linear(3, 3, bias=False)
-    nn.init.eye_(identity.weight)
-    hidden = torch.tensor([[math.log(3), 0.0, math.log(2)]], requires_grad=True)
-    out = token_logprobs(hidden, divided(identity), torch.tensor([2]), torch.tensor([1.0]), entropy_grad=True)
-    assert math.isclose(float(out.logprobs), math.log(1 / 3), rel_tol=1e-6)
-    entropy = math.log(2) / 2 + math.log(6) / 6 + math.log(3) / 3
-    assert math.isclose(float(out.entropies), entropy, rel_tol=1e-6)
-    # The gradient of log p[2] is one-hot - p; that of the entropy -p (log p + H).
-    out.logprobs.sum().backward()
-    torch.testing.assert_close(hidden.grad, torch.tensor([[-1 / 2, -1 / 6, 2 / 3]]))
     for seed in range(12):
         _compare(divided, seed)
 
@@ -163,12 +154,7 @@ def _compare(divided: Any, seed: int) -> None:
     whole = nn.Linear(8, 45, bias=seed % 2 == 0)
     hidden, targets = torch.randn(45, 8, generator=generator), torch.randint(45, (45,), generator=generator)
     temperatures, weights = torch.rand(45, generator=generator) + 0.5, torch.randn(45, generator=generator)
-    counts = np.array([[9, 40, 45][i % 3] for i in range(45)])
-    ids = [
-        np.sort([int(t), *np.random.default_rng(i).permutation(np.delete(np.arange(45), int(t)))[: counts[i] - 1]])
-        for i, t in enumerate(targets)
-    ]
-    packed = pack_ids(counts, np.concatenate(ids), vocab_size=45)
+    packed = masks_around(targets.numpy(), (9, 40, 45), 45)
     masks = MaskTensors(packed.sizes, torch.from_numpy(packed.words)) if seed % 3 == 0 else None
     off = [0.0, 0.5, None][seed % 3]  # by how much the prediction is wrong, in some chunks
 

@@ -15,16 +15,17 @@ from torch import nn
 from async_rl.errors import ConfigError, ModelError
 from async_rl.launch.checks.machine import check_compiler
 from async_rl.learner.engine import compilation
-from async_rl.learner.engine.fsdp_engine import FsdpEngine
-from async_rl.learner.ranks import init_ranks
+from tests.learner.model.reference import engine_of
 from tests.learner.moe import moe_model
 from tests.learner.rank_scenarios import batch_for, compiled_step
 from tests.learner.ranks import run_ranks
 from tests.learner.tiny import tiny_config, tiny_model
 
+RECOMPUTED = {"gradient_checkpointing": "full"}
 SETTINGS: dict[str, dict[str, Any]] = {
-    "padded and recomputed": {"learner": {"packing": "padded"}, "model": {"gradient_checkpointing": "full"}},
+    "padded and recomputed": {"learner": {"packing": "padded"}, "model": RECOMPUTED},
     "adapters": {"lora": {"rank": 2}, "loss": {"preset": "grpo", "kl_coef": 0.1}},
+    "experts": {"model": RECOMPUTED},
 }
 
 
@@ -50,25 +51,12 @@ def test_gradients_are_those_of_uncompiled_layers(tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.usefixtures("fast")
 @pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param(SETTINGS[name], marks=[pytest.mark.long] if name == "adapters" else [], id=name)
-        for name in SETTINGS
-    ],
+    "name", ["padded and recomputed", *(pytest.param(n, marks=pytest.mark.long) for n in ("adapters", "experts"))]
 )
-def test_so_they_are_in_every_setting_of_the_engine(tmp_path: Path, settings: dict[str, Any]):
-    tiny_model(tmp_path / "model")
-    expected = compiled_step(tmp_path, **settings, is_compiled=False)
-    assert_same(compiled_step(tmp_path, **settings, is_compiled=True), expected)
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("fast")
-def test_so_they_are_for_a_model_with_experts(tmp_path: Path):
-    moe_model(tmp_path / "model")
-    settings: dict[str, Any] = {"model": {"gradient_checkpointing": "full"}}
-    expected = compiled_step(tmp_path, **settings, is_compiled=False)
-    assert_same(compiled_step(tmp_path, **settings, is_compiled=True), expected)
+def test_so_they_are_in_every_setting_of_the_engine(tmp_path: Path, name: str):
+    (moe_model if name == "experts" else tiny_model)(tmp_path / "model")
+    expected = compiled_step(tmp_path, **SETTINGS[name], is_compiled=False)
+    assert_same(compiled_step(tmp_path, **SETTINGS[name], is_compiled=True), expected)
 
 
 @pytest.mark.long
@@ -87,8 +75,7 @@ def test_micro_batches_of_other_lengths_need_no_further_graph(tmp_path: Path):
     torch._dynamo.reset()  # other tests have compiled such layers
     counters.clear()
     tiny_model(tmp_path / "model")
-    config = tiny_config(tmp_path, "model", learner={"compile": True, "max_tokens": 64})
-    engine = FsdpEngine(config, init_ranks(config))
+    engine = engine_of(tiny_config(tmp_path, "model", learner={"compile": True, "max_tokens": 64}))
     engine.update(batch_for(0), version=0)
     num_graphs = counters["stats"]["unique_graphs"]
     assert num_graphs > 0
@@ -99,23 +86,9 @@ def test_micro_batches_of_other_lengths_need_no_further_graph(tmp_path: Path):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fast")
-def test_a_model_that_needs_too_many_graphs_fails_and_names_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    torch._dynamo.reset()
-    tiny_model(tmp_path / "model")
-    monkeypatch.setattr(compilation, "LIMIT", 1)
-    config = tiny_config(tmp_path, "model", learner={"compile": True})
-    engine = FsdpEngine(config, init_ranks(config))
-    engine.score(batch_for(0), of="policy")
-    with pytest.raises(Exception, match="recompile_limit"):
-        engine.update(batch_for(0), version=0)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("fast")
 def test_the_self_test_refuses_layers_that_compute_other_values_when_compiled(tmp_path: Path):
     tiny_model(tmp_path / "model")
-    config = tiny_config(tmp_path, "model", learner={"compile": True})
-    engine = FsdpEngine(config, init_ranks(config))
+    engine = engine_of(tiny_config(tmp_path, "model", learner={"compile": True}))
     layer = cast(nn.Module, engine.policy.model.decoder_layers[0])
 
     def double(module: nn.Module, inputs: Any, output: Any) -> Any:
@@ -124,19 +97,6 @@ def test_the_self_test_refuses_layers_that_compute_other_values_when_compiled(tm
     layer.register_forward_hook(double)
     with pytest.raises(ModelError, match=r"learner\.compile: compiled layers of Qwen2ForCausalLM compute other values"):
         engine.self_test()
-
-
-@pytest.mark.parametrize(("key", "value"), [("gradient_checkpointing", "selective"), ("routing_replay", True)])
-def test_what_is_not_compiled_is_refused_by_name(tmp_path: Path, key: str, value: Any):
-    with pytest.raises(ConfigError, match=rf"model\.{key}: .*learner\.compile"):
-        tiny_config(
-            tmp_path, "model", model={key: value}, learner={"compile": True}, generator={"backend": "transformers"}
-        )
-
-
-def test_stages_of_a_pipeline_are_not_compiled(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"parallel\.pipeline: expected 1 with learner\.compile, got 2"):
-        tiny_config(tmp_path, "model", parallel={"pipeline": 2}, learner={"compile": True})
 
 
 def test_a_machine_without_a_compiler_is_refused_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
-from async_rl.learner.ranks import init_ranks
 from async_rl.learner.sampling import SamplingOrder
+from tests.learner.model.reference import engine_of
 from tests.learner.rank_scenarios import PLAIN, batch_for
 from tests.learner.tiny import tiny_config, tiny_model
 
@@ -49,7 +49,7 @@ def sampler() -> LoggedSampler:
 def engine(tmp_path: Path, sampler: LoggedSampler) -> FsdpEngine:
     tiny_model(tmp_path / "model")
     config = tiny_config(tmp_path, "model", **PLAIN)
-    return FsdpEngine(config, init_ranks(config), sampler=sampler)
+    return engine_of(config, sampler=sampler)
 
 
 def order(version: int) -> SamplingOrder:
@@ -57,33 +57,20 @@ def order(version: int) -> SamplingOrder:
 
 
 def test_a_command_ends_sampling_and_a_tick_does_not(engine: FsdpEngine, sampler: LoggedSampler):
-    engine.sample(order(0))
-    engine.tick()
-    engine.tick()
-    assert sampler.log == ["pause", "version 0, new weights"]
+    for version in (0, 0, 1):
+        engine.sample(order(version))
+        engine.tick()
+    new, same, next_one = ("version 0, new weights", "version 0, no weights", "version 1, new weights")
+    assert sampler.log == ["pause", new, "pause", same, "pause", next_one]
+    # The whole policy is shared and not copied.
+    before = {name: tensor.clone() for name, tensor in sampler.weights.items()}
     engine.score(batch_for(0), of="policy")
     engine.update(batch_for(0), version=0)
-    assert sampler.log[2:] == ["pause", "pause"]
+    assert sampler.log[6:] == ["pause", "pause"]
+    assert any(not torch.equal(before[name], tensor) for name, tensor in sampler.weights.items())
     assert engine.stop_sampling() == 2.5
     engine.close()
     assert sampler.log[-1] == "close"
-
-
-def test_weights_are_handed_over_once_a_version(engine: FsdpEngine, sampler: LoggedSampler):
-    for version in (0, 0, 1):
-        engine.sample(order(version))
-    assert [line for line in sampler.log if line != "pause"] == [
-        "version 0, new weights", "version 0, no weights", "version 1, new weights",
-    ]  # fmt: skip
-
-
-def test_a_whole_policy_is_shared_and_not_copied(engine: FsdpEngine, sampler: LoggedSampler):
-    engine.sample(order(0))
-    own = {name: parameter.data_ptr() for name, parameter in engine.policy.parameters.items()}
-    assert {name: tensor.data_ptr() for name, tensor in sampler.weights.items()} == own
-    before = {name: tensor.clone() for name, tensor in sampler.weights.items()}
-    engine.update(batch_for(0), version=0)
-    assert any(not torch.equal(before[name], tensor) for name, tensor in sampler.weights.items())
 
 
 def test_an_error_of_the_sampler_reaches_the_waiting_learner(engine: FsdpEngine, sampler: LoggedSampler):

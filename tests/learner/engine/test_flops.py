@@ -1,7 +1,8 @@
-"""The operations of a step: by hand, against torch's own counter, and the peaks of devices by their names."""
+"""The cost of a step: its operations by hand and against torch's own counter, its phases and its memory."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,11 +14,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from async_rl.config.learner import ModelConfig
+from async_rl.learner import phases
+from async_rl.learner.data.balance import Work
 from async_rl.learner.data.packing import pack
 from async_rl.learner.engine.flops import StepFlops, peak_flops_per_s
 from async_rl.learner.model.policy_model import PolicyModel, load_model, to_device
 from async_rl.learner.sequences import TrainSequence
-from tests.learner.tiny import random_sequences, tiny_model
+from tests.families.catalogue import build
+from tests.learner.model.reference import engine_of
+from tests.learner.tiny import random_sequences, tiny_config, tiny_model
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 10, "hidden_size": 4, "intermediate_size": 6, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -29,27 +34,18 @@ BY_HAND = StepFlops(per_token=6 * 240, per_prediction=6 * 40, per_pair=((None, 9
 
 
 def sequence(number: int, token_ids: list[int], num_trained: int) -> TrainSequence:
+    (one,) = random_sequences(1, len(token_ids))
     mask = np.arange(len(token_ids)) >= len(token_ids) - num_trained
-    nothing = np.zeros(len(token_ids), dtype=np.float32)
-    return TrainSequence(
-        sequence_id=number,
-        token_ids=np.array(token_ids, np.int32),
-        loss_mask=mask,
-        behavior_logprobs=nothing,
-        versions=np.zeros(len(token_ids), np.int32),
-        advantages=nothing,
-        temperature=1.0,
-    )
+    return replace(one, sequence_id=number, token_ids=np.array(token_ids, np.int32), loss_mask=mask)
 
 
-def test_the_costs_of_a_model_are_those_worked_by_hand():
-    assert StepFlops.of_model(Qwen2ForCausalLM(Qwen2Config(**SHAPE, tie_word_embeddings=True))) == BY_HAND
-    assert StepFlops.of_model(Qwen2ForCausalLM(Qwen2Config(**SHAPE, tie_word_embeddings=False))) == BY_HAND
-
-
-def test_a_frozen_matrix_has_no_gradient_of_its_own():
-    model = Qwen2ForCausalLM(Qwen2Config(**SHAPE)).requires_grad_(False)
-    assert StepFlops.of_model(model) == StepFlops(per_token=4 * 240, per_prediction=4 * 40, per_pair=((None, 96),))
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_costs_of_a_model_are_those_worked_by_hand(tied: bool):
+    model = Qwen2ForCausalLM(Qwen2Config(**SHAPE, tie_word_embeddings=tied))
+    assert StepFlops.of_model(model) == BY_HAND
+    # A frozen matrix has no gradient of its own.
+    frozen = StepFlops(per_token=4 * 240, per_prediction=4 * 40, per_pair=((None, 96),))
+    assert StepFlops.of_model(model.requires_grad_(False)) == frozen
 
 
 def test_only_experts_that_compute_a_token_count():
@@ -73,12 +69,6 @@ def test_a_window_bounds_the_tokens_that_one_attends_to():
     assert costs.of(row) == 5 * 10 + 6
 
 
-def test_layers_with_and_without_a_window_are_told_apart():
-    shape: dict[str, Any] = SHAPE | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
-    model = Qwen2ForCausalLM(Qwen2Config(**shape))
-    assert StepFlops.of_model(model).per_pair == ((None, 48.0), (8, 48.0))
-
-
 def test_the_count_is_that_of_torch(tmp_path: Path):
     path = tiny_model(tmp_path / "model", tied=False, hidden_size=64, intermediate_size=160)
     policy = PolicyModel(load_model(ModelConfig(path=str(path))), "packed")
@@ -94,19 +84,54 @@ def test_the_count_is_that_of_torch(tmp_path: Path):
     assert costs.of(row) + surplus == pytest.approx(counted, rel=0.03)
 
 
-@pytest.mark.parametrize(
-    ("name", "peak"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA H200", 989e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12),
-        ("NVIDIA L40S", 362e12),
-        ("NVIDIA L4", 121e12),
-        ("NVIDIA GeForce RTX 4090", 165e12),
-        ("a device that nobody made", None),
-    ],
-)
-def test_the_peak_of_a_device_is_found_by_its_name(name: str, peak: float | None):
-    assert peak_flops_per_s(name, torch.bfloat16) == peak
-    assert peak_flops_per_s(name, torch.float32) is None
+def test_the_peak_of_a_device_is_found_by_its_name():
+    # One name begins as the other does.
+    for name, peak in (("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12), ("of nobody", None)):
+        assert peak_flops_per_s(name, torch.bfloat16) == peak
+        assert peak_flops_per_s(name, torch.float32) is None
+
+
+def test_layers_with_a_window_have_no_work_that_grows_with_the_square():
+    # One of the two layers has a window; all else is alike.
+    whole, half = (StepFlops.of_model(build(name)) for name in ("Qwen 2", "Qwen 2, windows"))
+    ((_, of_both),) = whole.per_pair
+    assert half.per_pair == ((None, of_both / 2), (8, of_both / 2))
+    assert half.work == whole.work._replace(pair=whole.work.pair / 2)
+
+
+def test_attention_and_head_count_in_units_of_a_tokens_products_in_the_layers():
+    costs = StepFlops(per_token=400.0, per_prediction=100.0, per_pair=((None, 8.0), (16, 80.0)))
+    assert costs.work == Work(prediction=0.25, pair=0.02)
+
+
+@pytest.mark.parametrize("name", ["Gemma 4", "GPT-2", "Mamba", "Nemotron-H"])
+def test_models_of_other_shapes_have_a_finite_work(name: str):
+    assert 0 < sum(StepFlops.of_model(build(name)).work) < 1
+
+
+def test_a_step_reports_its_phases_operations_and_memory(tmp_path: Path):
+    engine = engine_of(tiny_config(tmp_path, tiny_model(tmp_path / "model"), learner={"max_tokens": 64}))
+    one, two = (engine.update(random_sequences(n, 24), version=0).cost for n in (3, 6))
+    assert one is not None
+    assert two is not None
+    assert one.phase_s.keys() == two.phase_s.keys() == {"pack", "scatter", "forward", "backward", "optimizer"}
+    assert min(one.phase_s.values()) > 0
+    assert two.flops == pytest.approx(2 * one.flops)
+    assert one.peak_flops_per_s is None
+    assert one.peak_memory_bytes > 1e6
+
+
+def test_the_highest_memory_is_not_forgotten_when_a_step_reads_its_own(monkeypatch: pytest.MonkeyPatch):
+    # What torch counts: 60 at the peak of a step, and 2 that stay allocated after it.
+    counted = {"peak": 60, "now": 2}
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: counted["peak"])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: counted.update(peak=counted["now"]))
+    monkeypatch.setitem(phases._highest_bytes, "cuda", 0)
+    device = torch.device("cuda")
+    assert phases.highest_memory_bytes(device) == 60
+    assert phases.peak_memory_bytes(device) == 60
+    assert phases.highest_memory_bytes(device) == 60
+    assert phases.peak_memory_bytes(device) == 2
+    assert phases.highest_memory_bytes(device) == 60
+    counted["peak"] = 70
+    assert phases.highest_memory_bytes(device) == 70

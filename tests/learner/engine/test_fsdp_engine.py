@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,28 @@ from async_rl.learner.engine import trained_model
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.interface import FATES, ScoredBy, UpdateStats
 from async_rl.learner.losses.objective import policy_objective
-from async_rl.learner.ranks import init_ranks
 from async_rl.learner.sequences import TrainSequence
-from tests.learner.rank_scenarios import PLAIN, VARIANTS, batch_for, engine_config, plain_stats, save, with_reference
+from tests.learner.model.reference import (
+    Tensors,
+    assert_near,
+    engine_of,
+    gradients,
+    plain_model,
+    plain_scores,
+    plain_step,
+)
+from tests.learner.rank_scenarios import (
+    PLAIN,
+    VARIANTS,
+    batch_for,
+    engine_config,
+    plain_stats,
+    save,
+    sequences_with_a_group,
+    with_reference,
+)
 from tests.learner.ranks import run_ranks
 from tests.learner.tiny import random_sequences, tiny_config, tiny_model, trained_tokens, with_behavior
-
-Tensors = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
@@ -59,26 +75,13 @@ def reference(directory: Path) -> dict[str, Any]:
 
 
 def make_engine(root: Path, variant: dict[str, Any] | None = None) -> FsdpEngine:
-    config = engine_config(root, variant or {})
-    return FsdpEngine(config, init_ranks(config))
-
-
-def gradients(checkpoint: Path) -> Tensors:
-    """The last step's gradients: with beta1 = 0 they are AdamW's first moment."""
-    tensors = load_tensors(checkpoint, OPTIMIZER)
-    return {name: tensor for name, tensor in tensors.items() if name.startswith("exp_avg.")}
+    return engine_of(engine_config(root, variant or {}))
 
 
 def gradient_of(engine: FsdpEngine, sequences: list[TrainSequence], directory: Path) -> tuple[UpdateStats, Tensors]:
     stats = engine.update(sequences, version=0)
     save(engine, directory, 1)
     return stats, gradients(directory)
-
-
-def assert_near(left: Tensors, right: Tensors) -> None:
-    assert left.keys() == right.keys()
-    for name in left:
-        torch.testing.assert_close(left[name], right[name], atol=1e-5, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def assert_same_stats(left: dict[str, Any], right: dict[str, Any]) -> None:
@@ -98,31 +101,25 @@ def weights_of(engine: FsdpEngine) -> Tensors:
     return {name: tensor.clone() for name, tensor in engine.gather()}
 
 
-def test_gradient_equals_plain_autograd_one_unpacked_sequence_at_a_time(directory: Path, tmp_path: Path):
-    from transformers import AutoModelForCausalLM
-
-    sequences = random_sequences(5, 12, spread=6)
-    _, ours = gradient_of(make_engine(directory), sequences, tmp_path / "ours")
-    model = AutoModelForCausalLM.from_pretrained(directory / "model", dtype=torch.float32)
-    for sequence in sequences:
-        token_ids = torch.from_numpy(sequence.token_ids).long()
-        logprobs = model(input_ids=token_ids[None]).logits[0, :-1].log_softmax(-1)
-        logprobs = logprobs.gather(-1, token_ids[1:, None])[:, 0]
-        ratio = (logprobs - torch.from_numpy(sequence.behavior_logprobs[1:])).exp()
-        advantages = torch.from_numpy(sequence.advantages[1:])
-        loss = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)
-        (loss[torch.from_numpy(sequence.loss_mask[1:])].sum() / trained_tokens(sequences)).backward()
-    plain = {f"exp_avg.{name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
-    assert_near(ours, plain)
+def with_turns() -> list[TrainSequence]:
+    """Each begins with the earlier one, whose last tokens are trained, and a part of its answer."""
+    turns = [next(iter(random_sequences(1, size, seed=size))) for size in (8, 13, 20, 18)]
+    for number, (turn, earlier, num_shared) in enumerate(zip(turns[1:], turns, (7, 11, 16), strict=False), 1):
+        turn.token_ids[:num_shared] = earlier.token_ids[:num_shared]
+        turns[number] = replace(turn, sequence_id=number)
+    assert all(turn.loss_mask[:7].any() for turn in turns[1:])
+    return turns
 
 
-@pytest.mark.parametrize("max_tokens", [30, 64, 4096])
-def test_update_is_the_same_for_any_micro_batch_size(directory: Path, tmp_path: Path, max_tokens: int):
+@pytest.mark.parametrize("sequences", [sequences_with_a_group(), with_turns()], ids=["a group", "turns"])
+@pytest.mark.parametrize("max_tokens", [20, 4096])
+def test_gradient_equals_plain_autograd_one_unpacked_sequence_at_a_time(
+    directory: Path, tmp_path: Path, sequences: list[TrainSequence], max_tokens: int
+):
     engine = make_engine(directory, {"learner": {"max_tokens": max_tokens}})
-    stats, ours = gradient_of(engine, batch_for(0), tmp_path / "checkpoint")
-    assert_near(ours, gradients(directory / "one" / "first"))
-    assert_near(load_tensors(tmp_path / "checkpoint"), load_tensors(directory / "one" / "first"))
-    assert_same_stats(plain_stats(stats), json.loads((directory / "one" / "stats.json").read_text())[0])
+    _, ours = gradient_of(engine, sequences, tmp_path / "ours")
+    _, plain = plain_step(directory / "model", sequences)
+    assert_near(ours, plain)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -169,44 +166,27 @@ def test_every_rank_digests_its_own_shards(two_ranks: Path, tmp_path: Path):
     assert f"{path.name}: expected" in find_damage(checkpoint)
 
 
-def test_an_error_of_another_rank_in_the_background_reaches_rank_0(two_ranks: Path):
-    text = (two_ranks / "write_error.txt").read_text()
+def test_an_error_of_one_rank_reaches_the_others(two_ranks: Path):
+    text = (two_ranks / "write_error.txt").read_text()  # of rank 1, in the background
     assert text.startswith(f"can't write the checkpoint {two_ranks / 'small' / 'broken'}: OSError: [Errno 28] No space")
-
-
-def test_an_error_of_rank_0_between_two_commands_reaches_the_others(two_ranks: Path):
+    # Of rank 0, between two commands.
     assert (two_ranks / "cause.txt").read_text() == "rank 0: StaleRolloutError: group 5f3a is too old"
 
 
-def test_a_sequence_above_the_skip_threshold_changes_neither_gradient_nor_denominator(directory: Path, tmp_path: Path):
-    sequences = random_sequences(4, 15)
-    # At about -3.7 nats a token, a behavior logprob of -12 makes the mean ratio e^8.3, far above 20.
-    far = replace(with_behavior(random_sequences(1, 15, seed=9)[0], -12.0), sequence_id=77)
-    _, without = gradient_of(make_engine(directory), sequences, tmp_path / "without")
-    stats, with_far = gradient_of(make_engine(directory), [*sequences, far], tmp_path / "with")
-    assert_near(with_far, without)
-    assert stats.skipped_sequence_ids == (77,)
-    assert stats.skipped_tokens == trained_tokens([far])
-    assert stats.tokens_trained == trained_tokens(sequences)
+FAR = [with_behavior(s, -12.0) for s in random_sequences(3, 10)]
+"""Above the skip threshold."""
+HUGE = [replace(s, advantages=np.full_like(s.advantages, 3e38)) for s in random_sequences(3, 10)]
 
 
-def test_a_step_with_nothing_left_is_skipped_and_changes_nothing(directory: Path):
+@pytest.mark.parametrize(("sequences", "reason"), [(FAR, "nothing is left"), (HUGE, "gradient norm")])
+def test_a_step_without_tokens_or_a_finite_gradient_is_skipped_and_the_next_one_is_clean(
+    directory: Path, tmp_path: Path, sequences: list[TrainSequence], reason: str
+):
     engine = make_engine(directory)
     before = weights_of(engine)
-    stats = engine.update([with_behavior(s, -12.0) for s in random_sequences(3, 10)], version=0)
+    stats = engine.update(sequences, version=0)
     assert not stats.stepped
-    assert "nothing is left" in stats.reason
-    assert stats.skipped_sequence_ids == (0, 1, 2)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(engine).items())
-
-
-def test_a_gradient_that_is_not_finite_skips_the_step_and_the_next_one_is_clean(directory: Path, tmp_path: Path):
-    engine = make_engine(directory)
-    before = weights_of(engine)
-    poisoned = [replace(s, advantages=np.full_like(s.advantages, 3e38)) for s in random_sequences(3, 10)]
-    stats = engine.update(poisoned, version=0)
-    assert not stats.stepped
-    assert "gradient norm" in stats.reason
+    assert reason in stats.reason
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(engine).items())
     _, ours = gradient_of(engine, random_sequences(3, 10), tmp_path / "after")
     _, fresh = gradient_of(make_engine(directory), random_sequences(3, 10), tmp_path / "fresh")
@@ -257,52 +237,24 @@ def test_a_step_past_a_limit_leaves_weights_optimizer_and_schedule_untouched(
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-def plain_logprobs(model_directory: Path, sequence: TrainSequence, temperature: float) -> np.ndarray:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32)
-    token_ids = torch.from_numpy(sequence.token_ids).long()
-    with torch.no_grad():
-        logprobs = (model(input_ids=token_ids[None]).logits[0, :-1] / temperature).log_softmax(-1)
-    return logprobs.gather(-1, token_ids[1:, None])[:, 0].numpy()[sequence.loss_mask[1:]]
-
-
 @pytest.mark.parametrize(("of", "model"), [("policy", "model"), ("reference", "reference")])
 @pytest.mark.parametrize("max_tokens", [30, 4096])
-def test_scores_are_tempered_logprobs_of_the_trained_tokens(
+def test_scores_are_tempered_logprobs_of_the_trained_tokens_and_the_policys_entropies(
     directory: Path, reference: dict[str, Any], of: ScoredBy, model: str, max_tokens: int
 ):
     engine = make_engine(directory, {"loss": reference, "learner": {"max_tokens": max_tokens}})
     sequences = [replace(s, temperature=0.7) for s in random_sequences(5, 20, spread=10)]
     sequences[2] = replace(sequences[2], loss_mask=np.zeros_like(sequences[2].loss_mask))
-    scores = engine.score(sequences, of=of)
-    assert scores.keys() == set(range(5))
-    for sequence in sequences:
-        expected = plain_logprobs(directory / model, sequence, 0.7)
-        assert scores[sequence.sequence_id].dtype == np.float32
-        np.testing.assert_allclose(scores[sequence.sequence_id], expected, atol=1e-5, rtol=0)
-
-
-def plain_entropies(model_directory: Path, sequence: TrainSequence, temperature: float) -> np.ndarray:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32)
-    with torch.no_grad():
-        logits = model(input_ids=torch.from_numpy(sequence.token_ids).long()[None]).logits[0, :-1]
-    return torch.distributions.Categorical(logits=logits / temperature).entropy().numpy()[sequence.loss_mask[1:]]
-
-
-def test_the_policy_s_scores_have_the_entropies_too(directory: Path):
-    engine = make_engine(directory, {"learner": {"max_tokens": 30}})
-    sequences = [replace(s, temperature=0.7) for s in random_sequences(5, 20, spread=10)]
-    scores, logprobs = engine.score_policy(sequences), engine.score(sequences, of="policy")
-    assert scores.keys() == set(range(5))
-    for sequence in sequences:
-        found = scores[sequence.sequence_id]
-        np.testing.assert_array_equal(found.logprobs, logprobs[sequence.sequence_id])
-        np.testing.assert_allclose(
-            found.entropies, plain_entropies(directory / "model", sequence, 0.7), atol=1e-5, rtol=0
-        )
+    scores, of_policy = engine.score(sequences, of=of), engine.score_policy(sequences)
+    plain = plain_model(directory / model)
+    assert scores.keys() == of_policy.keys() == set(range(5))
+    for number, sequence in enumerate(sequences):
+        logprobs, entropies = plain_scores(plain, sequence, 0.7)
+        assert scores[number].dtype == np.float32
+        np.testing.assert_allclose(scores[number], logprobs.detach(), atol=1e-5, rtol=0)
+        if of == "policy":
+            np.testing.assert_array_equal(of_policy[number].logprobs, scores[number])
+            np.testing.assert_allclose(of_policy[number].entropies, entropies, atol=1e-5, rtol=0)
 
 
 def test_scoring_changes_nothing_and_the_reference_never_changes(
@@ -378,73 +330,41 @@ def test_gather_gives_hugging_face_names_once_and_survives_a_caller_that_stops(t
     assert all(torch.equal(gathered[name], tensor) for name, tensor in stored.items())
 
 
-def test_a_restored_engine_goes_on_bit_for_bit(directory: Path):
-    first = make_engine(directory)
-    first.load(directory / "one" / "first")
-    first.update(batch_for(1)[:1], version=0)
-    expected = load_tensors(directory / "one" / "second")
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights_of(first).items())
-
-
-def test_a_checkpoint_of_two_ranks_loads_on_one_and_back(directory: Path, two_ranks: Path):
-    engine = make_engine(directory)
-    engine.load(two_ranks / "large" / "first")
-    saved = load_tensors(two_ranks / "large" / "first")
-    assert all(torch.equal(tensor, saved[name]) for name, tensor in weights_of(engine).items())
-    assert engine.update(batch_for(1)[:1], version=0).stepped
-    # Adam's second step from a saved state, on other ranks than those that saved it.
-    assert_near(weights_of(engine), load_tensors(directory / "one" / "second"))
-    assert_near(load_tensors(two_ranks / "large" / "from_one"), load_tensors(directory / "one" / "second"))
-
-
-def test_a_checkpoint_of_another_model_is_refused_by_the_tensor_that_differs(directory: Path, tmp_path: Path):
+def test_a_checkpoint_that_is_missing_or_of_another_model_is_refused(directory: Path, tmp_path: Path):
     tiny_model(tmp_path / "model", hidden_size=24)
     with pytest.raises(RunError, match=r"another model's: .* has shape"):
         make_engine(tmp_path).load(directory / "one" / "first")
-
-
-def test_a_missing_checkpoint_is_refused(directory: Path, tmp_path: Path):
     with pytest.raises(RunError, match="can't read the checkpoint"):
         make_engine(directory).load(tmp_path / "nothing")
 
 
 def test_bfloat16_rounds_neither_temperatures_nor_the_references_buffers(directory: Path, reference: dict[str, Any]):
     config = tiny_config(directory, "model", model={"dtype": "bfloat16"}, loss=reference)
-    ranks = init_ranks(config)
-    try:
-        engine = FsdpEngine(config, ranks)
+    with closing(engine_of(config)) as engine:
         assert engine.policy.reference is not None
         assert {p.dtype for p in engine.policy.reference.parameters()} == {torch.bfloat16}
         assert {b.dtype for b in engine.policy.reference.buffers()} == {torch.float32}
         sequences = random_sequences(2, 10)
-        for of in ("policy", "reference"):
+        models: dict[ScoredBy, str] = {"policy": "model", "reference": "reference"}
+        for of, exact in models.items():
             # 1.001 is 1 in bfloat16.
             warmer = engine.score([replace(s, temperature=1.001) for s in sequences], of=of)
-            assert all(np.abs(warmer[i] - plain).max() > 0 for i, plain in engine.score(sequences, of=of).items())
-            exact = {
-                s.sequence_id: plain_logprobs(directory / {"policy": "model"}.get(of, of), s, 1.0) for s in sequences
-            }
             for sequence_id, logprobs in engine.score(sequences, of=of).items():
-                np.testing.assert_allclose(logprobs, exact[sequence_id], atol=0.05)
+                assert np.abs(warmer[sequence_id] - logprobs).max() > 0
+                expected, _ = plain_scores(plain_model(directory / exact), sequences[sequence_id])
+                np.testing.assert_allclose(logprobs, expected.detach(), atol=0.05)
         assert engine.update(with_reference(engine, sequences), version=0).stepped
-    finally:
-        ranks.close()
 
 
 def test_bfloat16_compute_keeps_float32_master_weights(directory: Path, tmp_path: Path):
     config = tiny_config(directory, "model", model={"dtype": "bfloat16"}, **PLAIN)
-    ranks = init_ranks(config)
-    try:
-        engine = FsdpEngine(config, ranks)
-        stats, ours = gradient_of(engine, random_sequences(3, 10), tmp_path / "bfloat16")
+    with closing(engine_of(config)) as engine:
+        _, ours = gradient_of(engine, random_sequences(3, 10), tmp_path / "bfloat16")
         assert {tensor.dtype for _, tensor in engine.gather()} == {torch.bfloat16}
-        assert {tensor.dtype for tensor in load_tensors(tmp_path / "bfloat16").values()} == {torch.float32}
-        _, exact = gradient_of(make_engine(directory), random_sequences(3, 10), tmp_path / "float32")
-        for name, gradient in exact.items():
-            assert torch.nn.functional.cosine_similarity(ours[name].flatten(), gradient.flatten(), dim=0) > 0.99
-        assert stats.stepped
-    finally:
-        ranks.close()
+    assert {tensor.dtype for tensor in load_tensors(tmp_path / "bfloat16").values()} == {torch.float32}
+    _, exact = gradient_of(make_engine(directory), random_sequences(3, 10), tmp_path / "float32")
+    for name, gradient in exact.items():
+        assert torch.nn.functional.cosine_similarity(ours[name].flatten(), gradient.flatten(), dim=0) > 0.99
 
 
 def test_offloading_on_a_cpu_or_without_a_reference_is_refused(directory: Path):
@@ -463,15 +383,10 @@ def test_an_offloaded_engine_takes_the_same_steps(
     found: dict[str, tuple[UpdateStats, Tensors, Tensors]] = {}
     for offload in ("none", "reference", "all"):
         sections: Any = {"model": {"dtype": "bfloat16"}, "loss": reference, "learner": {"offload": offload}}
-        config = tiny_config(directory, "model", **(PLAIN | sections))
-        ranks = init_ranks(config)
-        try:
-            engine = FsdpEngine(config, ranks)
+        with closing(engine_of(tiny_config(directory, "model", **(PLAIN | sections)))) as engine:
             engine.update(with_reference(engine, batch_for(0)), version=0)
             stats, ours = gradient_of(engine, with_reference(engine, batch_for(1)), tmp_path / offload)
             found[offload] = stats, ours, weights_of(engine)
-        finally:
-            ranks.close()
     for offload in ("reference", "all"):
         assert found[offload][0].grad_norm == found["none"][0].grad_norm
         for left, right in zip(found[offload][1:], found["none"][1:], strict=True):
@@ -486,19 +401,11 @@ def test_an_update_returns_what_it_computed_for_recorded_sequences(directory: Pa
     scores = engine.score_policy(sequences)
     stats = engine.update(sequences, version=0)
     assert sorted(stats.tokens) == [0, 3, 5]
+    assert (stats.skipped_sequence_ids, stats.skipped_tokens) == ((3,), trained_tokens(sequences[3:4]))
+    assert stats.tokens_trained == trained_tokens(sequences) - stats.skipped_tokens
     for sequence_id, found in stats.tokens.items():
         np.testing.assert_allclose(found.logprobs, scores[sequence_id].logprobs, rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(found.entropies, scores[sequence_id].entropies, rtol=1e-5, atol=1e-6)
     assert set(stats.tokens[3].fates.tolist()) == {FATES.index("left_out")}
     assert FATES.index("left_out") not in stats.tokens[0].fates
     assert engine.update(batch_for(0), version=0).tokens == {}
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_two_ranks_record_what_one_rank_does(directory: Path, two_ranks: Path, variant: str):
-    engine = make_engine(directory, {"learner": {"max_tokens": 4096}})
-    expected = engine.update([replace(s, is_recorded=True) for s in batch_for(0)], version=0).tokens
-    with np.load(two_ranks / variant / "recorded.npz") as found:
-        assert sorted(found.files) == [str(i) for i in sorted(expected)]
-        for sequence_id, values in expected.items():
-            np.testing.assert_allclose(found[str(sequence_id)], np.stack(values), rtol=1e-4, atol=1e-5)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from async_rl.config.loss import LossConfig
-from async_rl.extensions.offline.sft import SupervisedObjective
 from async_rl.learner.data.packing import pack
 from async_rl.learner.losses.batch import SlopeFunction, Slopes, TokenLogprobs
 from async_rl.learner.losses.objective import Objective, PolicyObjective
@@ -21,9 +19,9 @@ from async_rl.learner.model.logprobs import token_logprobs
 from async_rl.learner.model.mask_tensors import MaskTensors
 from async_rl.learner.model.policy_model import DeviceBatch, to_device
 from async_rl.learner.sequences import TrainSequence
-from async_rl.sampling_mask import pack_ids
 from tests.learner.losses.cases import SETTINGS
 from tests.learner.model.logits_rows import LogitsRows
+from tests.learner.model.masks import masks_around
 
 HIDDEN, VOCAB, ROWS = 8, 40, 4
 LENGTHS = (9, 2, 7, 5)
@@ -79,13 +77,14 @@ def assert_as_plain_autograd(
     hidden, head = inputs(len(batch.targets))
     of = (hidden, head.weight, head.bias)
     mask = None if masks is None else masks.mask(VOCAB)
-    want = torch.autograd.grad(
-        objective(batch, plain(hidden, head, batch, cap=cap, mask=mask), version=3).loss_sum, of, allow_unused=True
-    )
+    expected = plain(hidden, head, batch, cap=cap, mask=mask)
+    want = torch.autograd.grad(objective(batch, expected, version=3).loss_sum, of, allow_unused=True)
     scored = token_logprobs(
         hidden, head, batch.targets, batch.temperatures, cap=cap, chunk_bytes=4 * VOCAB * ROWS, sampling_mask=masks,
         entropy_grad=objective.needs_entropy_grad, predict=predict,
     )  # fmt: skip
+    torch.testing.assert_close(scored.logprobs, expected.logprobs, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(scored.entropies, expected.entropies, rtol=1e-5, atol=1e-5)
     loss = objective(batch, scored, version=3).loss_sum
     with LogitsRows(VOCAB) as rows:
         got = torch.autograd.grad(loss, of)
@@ -107,11 +106,6 @@ def test_a_loss_that_separates_by_token_computes_no_logits_again(loss: dict[str,
     assert assert_as_plain_autograd(objective, batch, predict=objective.predict_slopes(batch, version=3)) == []
     # Without a prediction, each of the six chunks of 23 tokens again, but for the last.
     assert assert_as_plain_autograd(objective, batch, predict=None) == [4, 4, 4, 4, 4]
-
-
-def test_the_supervised_loss_computes_no_logits_again():
-    objective, batch = SupervisedObjective(), batch_of(sequences())
-    assert assert_as_plain_autograd(objective, batch, predict=objective.predict_slopes(batch, version=3)) == []
 
 
 def test_only_the_chunks_of_a_skipped_sequence_are_computed_again():
@@ -146,24 +140,10 @@ def test_a_wrong_prediction_changes_no_gradient(wrong: float, entropy_coef: floa
 def test_masks_and_cap_have_the_gradient_of_plain_autograd_in_one_pass(entropy_coef: float, skip_threshold: float):
     loss = LossConfig(entropy_coef=entropy_coef, skip_threshold=skip_threshold)
     objective, batch = PolicyObjective(loss, 3, 8), batch_of(sequences())
-    counts = np.array([(1, 3, 30, VOCAB)[i % 4] for i in range(len(batch.targets))])
-    ids = [np.sort((t + np.arange(n)) % VOCAB) for t, n in zip(batch.targets.numpy(), counts, strict=True)]
-    packed = pack_ids(counts, np.concatenate(ids), vocab_size=VOCAB)
+    packed = masks_around(batch.targets.numpy(), (1, 3, 30, VOCAB), VOCAB)
     masks = MaskTensors(packed.sizes, torch.from_numpy(packed.words))
     predict = objective.predict_slopes(batch, version=3)
     assert_as_plain_autograd(objective, batch, predict=predict, cap=0.7, masks=masks)
-
-
-def test_a_second_backward_pass_gives_the_same_gradient():
-    objective, batch = PolicyObjective(LossConfig(), 3, 8), batch_of(sequences())
-    hidden, head = inputs(len(batch.targets))
-    scored = token_logprobs(
-        hidden, head, batch.targets, batch.temperatures, chunk_bytes=4 * VOCAB * ROWS,
-        predict=objective.predict_slopes(batch, version=3),
-    )  # fmt: skip
-    loss = objective(batch, scored, version=3).loss_sum
-    first, second = (torch.autograd.grad(loss, (hidden, head.weight), retain_graph=True) for _ in range(2))
-    torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-6)
 
 
 def test_rejected_tokens_leave_nothing_in_a_bfloat16_heads_gradient():
@@ -179,25 +159,6 @@ def test_rejected_tokens_leave_nothing_in_a_bfloat16_heads_gradient():
     assert head.weight.grad is not None
     assert hidden.grad.abs().max() == 0
     assert head.weight.grad.abs().max() < 1e-4
-
-
-def test_scores_compute_no_gradient():
-    def fail(*_: Any) -> Slopes:
-        raise AssertionError("scores need no slopes")
-
-    hidden, head = inputs(9)
-    with torch.no_grad():
-        token_logprobs(hidden, head, torch.arange(9), torch.ones(9), chunk_bytes=4 * VOCAB * ROWS, predict=fail)
-
-
-def test_predictions_use_the_weights_of_whole_sequences():
-    # A sequence of 9 tokens under aggregation "sequence": each has weight 1/9, also in a chunk that has four of them.
-    of = [replace(s, behavior_logprobs=np.full_like(s.behavior_logprobs, -1.0)) for s in sequences()]
-    batch = batch_of(of)
-    predict = PolicyObjective(LossConfig(aggregation="sequence"), 3, 8).predict_slopes(batch, version=3)
-    assert predict is not None
-    slopes = predict(slice(0, 4), TokenLogprobs(torch.full((4,), -1.0), torch.zeros(4)))
-    torch.testing.assert_close(slopes.logprobs, -batch.advantages[:4] / 9)
 
 
 @pytest.mark.parametrize("entropy_grad", [False, True])

@@ -47,16 +47,6 @@ def test_no_rank_leaves_the_group_before_the_last_one_is_done(tmp_path: Path):
     assert (tmp_path / "left_1").exists()
 
 
-def test_a_process_without_torchrun_is_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    ranks = init_ranks(tiny_config(tmp_path, "model"))
-    assert (ranks.rank, ranks.world_size, ranks.is_leader, ranks.has_group) == (0, 1, True, False)
-    assert ranks.scatter([b"frame"]) == b"frame"
-    assert ranks.gather(b"frame") == [b"frame"]
-    ranks.close()
-
-
 def test_a_deterministic_learner_fixes_its_kernels_and_computes_with_one_thread_on_every_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -83,57 +73,29 @@ def test_a_malformed_environment_is_refused(environment: dict[str, str], monkeyp
         Place.from_environment()
 
 
-def test_an_error_of_a_rank_alone_is_raised_as_it_is(tmp_path: Path):
-    ranks = init_ranks(tiny_config(tmp_path, "model"))
-    with pytest.raises(ZeroDivisionError), ranks.together("update"):
-        raise ZeroDivisionError
-
-
 @pytest.mark.parametrize(
     ("devices", "local_rank", "num_visible", "is_dealt", "expected"),
     [
         (None, 3, 8, False, 3),  # the first devices of the machine
-        ((0, 1, 2, 3), 3, 8, False, 3),
-        ((4, 5, 6, 7), 0, 8, False, 4),  # torchrun by hand; Slurm has made all eight visible
-        ((4, 5, 6, 7), 3, 8, False, 7),
+        ((4, 5, 6, 7), 3, 8, False, 7),  # torchrun by hand; Slurm has made all eight visible
         ((4, 5), 1, 2, True, 1),  # launch has made only these two visible
-    ],
-)
-def test_every_rank_takes_its_own_device(
-    devices: tuple[int, ...] | None, local_rank: int, num_visible: int, is_dealt: bool, expected: int,
-    monkeypatch: pytest.MonkeyPatch,
-):  # fmt: skip
-    set_dealt(monkeypatch, is_dealt=is_dealt)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
-    assert device_index(devices, Place(local_rank, local_rank, 8), num_visible) == expected
-
-
-@pytest.mark.parametrize(
-    ("devices", "local_rank", "num_visible", "is_dealt", "message"),
-    [
-        (
-            (0, 1, 2, 3),
-            4,
-            8,
-            False,
-            r"got \[0, 1, 2, 3\] and local rank 4; start 4 ranks \(torchrun --nproc-per-node 4\)",
-        ),
+        ((0, 1, 2, 3), 4, 8, False, r"and local rank 4; start 4 ranks \(torchrun --nproc-per-node 4\)"),
         ((4, 5, 6, 7), 0, 4, False, "expected at least 5 visible CUDA devices for rank 0, got 4"),
         (None, 2, 2, False, "expected at least 3 visible CUDA devices for rank 2, got 2"),
         ((4, 5), 1, 1, True, "expected at least 2 visible CUDA devices for rank 1, got 1"),
     ],
 )
-def test_a_rank_without_a_device_says_so(
-    devices: tuple[int, ...] | None, local_rank: int, num_visible: int, is_dealt: bool, message: str,
+def test_every_rank_takes_its_own_device_or_says_what_is_missing(
+    devices: tuple[int, ...] | None, local_rank: int, num_visible: int, is_dealt: bool, expected: int | str,
     monkeypatch: pytest.MonkeyPatch,
 ):  # fmt: skip
-    set_dealt(monkeypatch, is_dealt=is_dealt)
-    with pytest.raises(ConfigError, match=message):
-        device_index(devices, Place(local_rank, local_rank, 8), num_visible)
-
-
-def set_dealt(monkeypatch: pytest.MonkeyPatch, *, is_dealt: bool) -> None:
+    monkeypatch.delenv(DEVICES_ARE_DEALT, raising=False)
     if is_dealt:
         monkeypatch.setenv(DEVICES_ARE_DEALT, "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+    place = Place(local_rank, local_rank, 8)
+    if isinstance(expected, int):
+        assert device_index(devices, place, num_visible) == expected
     else:
-        monkeypatch.delenv(DEVICES_ARE_DEALT, raising=False)
+        with pytest.raises(ConfigError, match=expected):
+            device_index(devices, place, num_visible)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,18 +13,9 @@ from async_rl.config.loss import LossConfig
 from async_rl.learner.data.packing import pack
 from async_rl.learner.losses.objective import PolicyObjective, policy_objective
 from async_rl.learner.model.policy_model import PolicyModel, load_model, to_device
-from async_rl.learner.sequences import TrainSequence
-from async_rl.sampling_mask import pack_ids
 from benchmarks.gpu_smoke.waits import Waits
+from tests.learner.model.masks import masks_around
 from tests.learner.tiny import random_sequences, tiny_config, tiny_model
-
-
-def with_masks(sequence: TrainSequence, vocab_size: int) -> TrainSequence:
-    """Each trained token could be one of two, one of twenty, or any, so that the mask has all three forms."""
-    targets = sequence.token_ids[sequence.loss_mask]
-    counts = np.array([(2, 20, vocab_size)[i % 3] for i in range(len(targets))])
-    ids = [np.sort((t + np.arange(n)) % vocab_size) for t, n in zip(targets, counts, strict=True)]
-    return replace(sequence, sampling_mask=pack_ids(counts, np.concatenate(ids), vocab_size=vocab_size))
 
 
 def test_the_search_finds_waits():
@@ -58,7 +48,11 @@ def test_a_micro_batch_with_sampling_masks_has_no_wait(
     policy = PolicyModel(load_model(ModelConfig(path=str(tmp_path))))
     chunk_bytes = 4 * policy.vocab_size * chunk_rows
     monkeypatch.setattr("async_rl.learner.memory_plan.CHUNK_BYTES", {"cpu": (chunk_bytes, chunk_bytes)})
-    sequences = [with_masks(s, policy.vocab_size) for s in random_sequences(3, 12)]
+    counts = (2, 20, policy.vocab_size)  # so that the mask has all three forms
+    sequences = [
+        replace(s, sampling_mask=masks_around(s.token_ids[s.loss_mask], counts, policy.vocab_size))
+        for s in random_sequences(3, 12)
+    ]
     ((micro_batch,),) = pack(sequences, max_tokens=1000, num_ranks=1)
     objective = PolicyObjective(LossConfig(), 0, 8)
     with Waits() as waits:

@@ -1,4 +1,4 @@
-"""Steps in two stages of a pipeline, with settings that change how a stage computes or keeps things."""
+"""Two steps in two stages of a pipeline, whose first and last have the same weights."""
 
 from __future__ import annotations
 
@@ -7,51 +7,20 @@ from typing import Any
 
 import torch
 
-from async_rl.config.config import Config
-from async_rl.config.parallel import Layout
-from async_rl.learner.ranks import Ranks, init_ranks
-from tests.learner.rank_layouts import layout_sequences, run_layout
+from async_rl.learner.ranks import init_ranks
+from tests.learner.rank_layouts import layout_sequences
 from tests.learner.rank_scenarios import PLAIN, follow_once, stop_following
 from tests.learner.tiny import tiny_config
 
-STAGED: dict[str, dict[str, Any]] = {
-    "recomputed, kept for a step": {
-        "model": {"gradient_checkpointing": "full"}, "learner": {"max_tokens": 40, "reshard": "none"},
-    },
-    "padded, kept for a micro-batch": {
-        "learner": {"max_tokens": 60, "packing": "padded", "reshard": "after_backward"},
-    },
-    "skipped": {"loss": {"min_ess": 0.999}},
-    "adapters, published as such": {
-        "lora": {"rank": 4, "publish": "adapters"}, "generator": {"backend": "transformers"},
-        "optimizer": {"name": "adamw_8bit"},
-    },
-    "adapters on 8-bit weights": {"lora": {"rank": 4, "base_bits": 8}, "optimizer": {"name": "muon"}},
-}  # fmt: skip
-"""Sections of variants that are compared with one process."""
-
-
-def staged_config(directory: Path, sections: dict[str, Any], *, stages: int = 2) -> Config:
-    """A step that reports its gradient, in several micro-batches."""
-    sections = {"learner": {"max_tokens": 40}} | sections
-    return tiny_config(directory, "model", **(PLAIN | sections | {"parallel": {"pipeline": stages}}))
-
 
 def run_staged(directory: Path) -> None:
-    """What each rank does: every variant, and two steps after which each stage writes its tied weights."""
-    ranks = init_ranks(staged_config(directory, {}))
-    for name, sections in STAGED.items():
-        run_layout(staged_config(directory, sections), ranks, directory / "staged" / name)
-    write_tied(directory, ranks)
-    ranks.close()
-
-
-def write_tied(directory: Path, ranks: Ranks) -> None:
+    """What each rank does: two steps, after which it writes its copy of the tied weights."""
     from async_rl.learner.engine.fsdp_engine import FsdpEngine
 
     # This optimizer rounds at random, otherwise on each rank.
-    config = staged_config(directory, {"optimizer": {"lr": 1e-2, "name": "adamw_bf16"}, "model": {"dtype": "bfloat16"}})
-    ranks.layout = Layout.of(config.parallel, ranks.world_size)
+    sections = PLAIN | {"optimizer": {"lr": 1e-2, "name": "adamw_bf16"}, "model": {"dtype": "bfloat16"}}
+    config = tiny_config(directory, "model", **sections, learner={"max_tokens": 40}, parallel={"pipeline": 2})
+    ranks = init_ranks(config)
     engine = FsdpEngine(config, ranks)
     stage: Any = engine.policy.passes.stage
     before: Any = stage.tied_weight
@@ -64,3 +33,4 @@ def write_tied(directory: Path, ranks: Ranks) -> None:
     after: Any = stage.tied_weight
     assert after is before
     torch.save(after.full_tensor().detach(), directory / f"tied_{ranks.rank}.pt")
+    ranks.close()

@@ -1,9 +1,9 @@
-"""Tensor parallelism: which models can be divided, what is sent, and results under other settings."""
+"""Ranks that share layers or experts: which models can be divided, what is sent, and results under other settings."""
 
 from __future__ import annotations
 
 import weakref
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -14,56 +14,51 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from async_rl.errors import ModelError
 from async_rl.learner.layouts import tensor_parallel
-from async_rl.learner.layouts.experts import find_experts
+from async_rl.learner.layouts.expert_parallel import experts_to_divide
 from async_rl.learner.layouts.tensor_parallel import divide, divisions
 from async_rl.learner.model.policy_model import PolicyModel
 from tests.families.catalogue import build
-from tests.learner.engine import shared_cases
 
 
-def policy(family: str) -> PolicyModel:
-    return PolicyModel(build(family), "padded")
-
-
-def test_heads_that_cannot_be_divided_are_refused_with_the_arithmetic():
-    with pytest.raises(
-        ModelError, match=r"expected a divisor of the model's num_attention_heads, 4, got 3: 4 / 3 = 1.333"
-    ):
-        divisions(policy("Llama"), 3)
-
-
-def test_more_ranks_than_key_value_heads_are_refused_with_the_arithmetic():
-    with pytest.raises(ModelError, match=r"num_key_value_heads, 2, got 4: 2 / 4 = 0.5; choose another size"):
-        divisions(policy("Llama"), 4)
-
-
-def test_columns_that_cannot_be_divided_are_refused_with_the_arithmetic():
-    model = build("Llama")
+def wider(model: Any) -> None:
     model.model.layers[1].mlp.up_proj = nn.Linear(16, 33)
-    with pytest.raises(ModelError, match=r"outputs of model.layers.1.mlp.up_proj, 33, got 2: 33 / 2 = 16.5"):
-        divisions(PolicyModel(model, "padded"), 2)
 
 
-def test_a_model_without_a_plan_is_refused_by_name():
-    with pytest.raises(ModelError, match="has a plan of tensor parallelism, but GPT2LMHeadModel has none"):
-        divisions(policy("GPT-2"), 2)
-
-
-def test_a_plan_that_is_not_understood_is_refused_by_name():
-    with pytest.raises(ModelError, match=r"self_attn.\w+ of Olmo2ForCausalLM is colwise_gather_output"):
-        divisions(policy("OLMo 2"), 2)
-
-
-def test_a_parameter_beside_divided_columns_that_the_plan_leaves_out_is_refused():
-    model: Any = build("Llama")
+def with_a_norm(model: Any) -> None:
     model.model.layers[0].self_attn.q_norm = nn.LayerNorm(8)
-    with pytest.raises(ModelError, match=r"does not say how model.layers.0.self_attn.q_norm.weight is divided"):
-        divisions(PolicyModel(model, "padded"), 2)
 
 
-def test_experts_that_cannot_be_divided_are_refused_with_the_arithmetic():
-    with pytest.raises(ModelError, match=r"parallel.tensor: expected a divisor of the experts of a layer, 4, got 3"):
-        find_experts(policy("Qwen 3 MoE"), 3, "parallel.tensor")
+@pytest.mark.parametrize(
+    ("family", "change", "size", "message"),
+    [
+        ("Llama", None, 3, r"expected a divisor of the model's num_attention_heads, 4, got 3: 4 / 3 = 1.333"),
+        ("Llama", None, 4, r"num_key_value_heads, 2, got 4: 2 / 4 = 0.5; choose another size"),
+        ("Llama", wider, 2, r"outputs of model.layers.1.mlp.up_proj, 33, got 2: 33 / 2 = 16.5"),
+        ("Llama", with_a_norm, 2, r"does not say how model.layers.0.self_attn.q_norm.weight is divided"),
+        ("GPT-2", None, 2, "has a plan of tensor parallelism, but GPT2LMHeadModel has none"),
+        ("OLMo 2", None, 2, r"self_attn.\w+ of Olmo2ForCausalLM is colwise_gather_output"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_by_name_and_with_the_arithmetic(
+    family: str, change: Callable[[Any], None] | None, size: int, message: str
+):
+    model = build(family)
+    if change is not None:
+        change(model)
+    with pytest.raises(ModelError, match=message):
+        divisions(PolicyModel(model, "padded"), size)
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        ("Llama", "experts that transformers' plans name, got LlamaForCaus"),
+        ("Mixtral", "expected a divisor .* a layer, 4, got 3: 4 / 3 = 1.333;"),
+    ],
+)
+def test_experts_that_cannot_be_divided_are_refused_with_the_arithmetic(family: str, message: str):
+    with pytest.raises(ModelError, match=rf"parallel\.experts: .*{message}"):
+        experts_to_divide(PolicyModel(build(family), "padded"), 3)
 
 
 def test_what_a_tensor_groups_layers_took_is_freed(monkeypatch: pytest.MonkeyPatch):
@@ -96,17 +91,3 @@ def test_an_attention_and_an_mlp_send_one_sum_in_each_pass(monkeypatch: pytest.M
     assert sums == [size] * 5
     found.sum().backward()
     assert sums == [size] * 9
-
-
-@pytest.mark.slow
-def test_settings_and_families_compute_the_same_in_a_tensor_group_as_alone(tmp_path: Path):
-    shared_cases.compare_with_one_process(tmp_path, list(shared_cases.VARIANTS), {"tensor": 2})
-    found, alone = (
-        torch.load(tmp_path / run / "sampling masks" / "found.pt", weights_only=False) for run in ("two", "alone")
-    )
-    assert found[0]["flops"] == alone[0]["flops"]
-
-
-@pytest.mark.long
-def test_more_settings_and_families_compute_the_same_in_a_tensor_group_as_alone(tmp_path: Path):
-    shared_cases.compare_with_one_process(tmp_path, list(shared_cases.MORE), {"tensor": 2})
