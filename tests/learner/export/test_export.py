@@ -14,7 +14,7 @@ from async_rl.learner.checkpoints.writer import write_checkpoint
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.export import model as export
 from async_rl.learner.export.model import export_checkpoint
-from async_rl.learner.ranks import init_ranks
+from tests.learner.model.reference import engine_of
 from tests.learner.tiny import random_sequences, tiny_config, tiny_model
 
 TOKEN_IDS = torch.arange(4, 20)[None]
@@ -22,8 +22,7 @@ TOKEN_IDS = torch.arange(4, 20)[None]
 
 def trained_checkpoint(root: Path, *, tied: bool = True) -> tuple[FsdpEngine, Path]:
     tiny_model(root / "model", tied=tied)
-    config = tiny_config(root, "model", optimizer={"lr": 1e-2})
-    engine = FsdpEngine(config, init_ranks(config))
+    engine = engine_of(tiny_config(root, "model", optimizer={"lr": 1e-2}))
     assert engine.update(random_sequences(4, 12), version=0).stepped
     return engine, write_checkpoint(engine, root / "run", 1, {}, keep_last=1, lineage="l1", confirm=lambda: None)
 
@@ -34,8 +33,7 @@ def test_an_export_lists_every_token_that_ends_a_turn_and_keeps_the_generation_c
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 7], "top_p": 0.5}))
     template = (model / "chat_template.jinja").read_text().replace("<|end|>", "<|system|>")
     (model / "chat_template.jinja").write_text(template)
-    config = tiny_config(tmp_path, "model")
-    engine = FsdpEngine(config, init_ranks(config))
+    engine = engine_of(tiny_config(tmp_path, "model"))
     checkpoint = write_checkpoint(engine, tmp_path / "run", 1, {}, keep_last=1, lineage="l1", confirm=lambda: None)
     export_checkpoint(checkpoint, tmp_path / "out")
     found = json.loads((tmp_path / "out" / "generation_config.json").read_text())
@@ -62,35 +60,27 @@ def test_an_export_loads_with_the_logits_of_the_engine_and_its_tokenizer(tmp_pat
     assert tokenizer("a+b=")["input_ids"] == AutoTokenizer.from_pretrained(tmp_path / "model")("a+b=")["input_ids"]
 
 
-def test_a_run_directory_exports_its_latest(tmp_path: Path):
+def test_a_run_directory_exports_its_latest_with_the_mode_that_the_umask_allows(tmp_path: Path):
     trained_checkpoint(tmp_path)
-    export_checkpoint(tmp_path / "run", tmp_path / "out")
-    assert (tmp_path / "out" / "model.safetensors").is_file()
-
-
-def test_an_exported_file_has_the_mode_that_the_umask_allows(tmp_path: Path):
-    _, checkpoint = trained_checkpoint(tmp_path)
     before = os.umask(0o027)
     try:
-        export_checkpoint(checkpoint, tmp_path / "out")
+        export_checkpoint(tmp_path / "run", tmp_path / "out")
     finally:
         os.umask(before)
+    assert (tmp_path / "out" / "model.safetensors").is_file()
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()} == {0o640}  # 666 without 027
 
 
-def test_a_directory_with_files_is_refused_and_left_alone(tmp_path: Path):
+def test_a_directory_with_files_and_a_missing_checkpoint_are_refused(tmp_path: Path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "precious.txt").write_text("mine")
     _, checkpoint = trained_checkpoint(tmp_path)
     with pytest.raises(RunError, match="got one with files"):
         export_checkpoint(checkpoint, tmp_path / "out")
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["precious.txt"]
-
-
-def test_a_missing_checkpoint_is_refused(tmp_path: Path):
     with pytest.raises(RunError, match="expected a checkpoint"):
-        export_checkpoint(tmp_path / "nothing", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+        export_checkpoint(tmp_path / "nothing", tmp_path / "other")
+    assert not (tmp_path / "other").exists()
 
 
 def test_an_export_that_fails_halfway_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import ModelCard, constants
 
 from async_rl.cli.main import main
-from async_rl.learner.checkpoints.files import MODEL_FILES, write_extra
+from async_rl.learner.checkpoints.files import write_extra
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
-from async_rl.learner.export.model import export_adapter, export_checkpoint
+from async_rl.learner.export.model import export_adapter
 from async_rl.learner.export.model_card import CARD, write_model_card
 from async_rl.learner.ranks import init_ranks
 from async_rl.run.records.step_log import read_metrics
@@ -61,18 +62,23 @@ def test_the_card_of_a_run_says_data_reward_steps_staleness_ledger_and_versions(
     assert "torch " in facts["Exported with"]
 
 
+def card_of(directory: Path, settings: dict[str, Any], **extra: Any) -> ModelCard:
+    """The card of a checkpoint of ``async-rl sft`` in ``directory / "run"``."""
+    checkpoint, target = directory / "run" / "sft" / "checkpoints" / "step-000007", directory / "out"
+    checkpoint.mkdir(parents=True)
+    target.mkdir()
+    write_extra(checkpoint, {"step": 7, "settings": settings, **extra})
+    write_model_card(checkpoint, target)
+    return ModelCard.load(target / CARD)
+
+
 def test_names_of_the_hub_are_metadata_if_this_machine_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for folder in ("models--owner--base", "datasets--owner--sums"):
         (tmp_path / "cache" / folder).mkdir(parents=True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    checkpoint, target = tmp_path / "run" / "sft" / "checkpoints" / "step-000007", tmp_path / "out"
-    checkpoint.mkdir(parents=True)
-    target.mkdir()
     of_data = "train[:5%]@owner/sums:main"
     settings = {"model.path": "owner/base", "sft.data": of_data, "sft.lr": 0.5, "sft.eval.held": "my/rows"}
-    write_extra(checkpoint, {"step": 7, "num_steps": 9, "rows": "", "settings": settings})
-    write_model_card(checkpoint, target)
-    card = ModelCard.load(target / CARD)
+    card = card_of(tmp_path, settings, num_steps=9, rows="")
     assert card.data.to_dict() == {
         "base_model": "owner/base", "datasets": ["owner/sums"], "library_name": "transformers",
         "pipeline_tag": "text-generation", "tags": ["async-rl", "sft"],
@@ -83,16 +89,10 @@ def test_names_of_the_hub_are_metadata_if_this_machine_has_them(tmp_path: Path, 
 
 
 def test_text_of_a_config_is_no_markup_of_the_card(tmp_path: Path):
-    checkpoint, target = tmp_path / "checkpoint", tmp_path / "out"
-    checkpoint.mkdir()
-    target.mkdir()
-    settings = {"model.path": "/home/me/a`b\n# c\x1b", "sft.data": "/home/me/rows.jsonl"}
-    write_extra(checkpoint, {"step": 1, "settings": settings})
-    write_model_card(checkpoint, target)
-    text = (target / CARD).read_text()
-    assert "- Base model: `a'b # c\\x1b`\n" in text
-    assert "- Data: `rows.jsonl`\n" in text
-    assert "/home" not in text
+    content = card_of(tmp_path, {"model.path": "/home/me/a`b\n# c\x1b", "sft.data": "/home/me/rows.jsonl"}).content
+    assert "- Base model: `a'b # c\\x1b`\n" in content
+    assert "- Data: `rows.jsonl`\n" in content
+    assert "/home" not in content
 
 
 def test_an_adapter_has_a_card_and_a_card_among_the_models_files_is_kept(tmp_path: Path):
@@ -102,12 +102,6 @@ def test_an_adapter_has_a_card_and_a_card_among_the_models_files_is_kept(tmp_pat
     assert card.data.to_dict()["library_name"] == "peft"
     assert card.data.to_dict()["tags"] == ["async-rl", "reinforcement-learning", "lora"]
     assert "- LoRA rank: 2\n" in card.text
-    target, checkpoint = tmp_path / "out", tmp_path / "other"
-    (checkpoint / MODEL_FILES).mkdir(parents=True)
-    write_extra(checkpoint, {})
-    target.mkdir()
-    (target / CARD).write_text("mine")
-    write_model_card(checkpoint, target)
-    assert (target / CARD).read_text() == "mine"
-    export_checkpoint(run, tmp_path / "merged")
-    assert ModelCard.load(tmp_path / "merged" / CARD).data.to_dict()["library_name"] == "transformers"
+    (tmp_path / "adapter" / CARD).write_text("mine")
+    write_model_card(sorted((run / "checkpoints").iterdir())[-1], tmp_path / "adapter")
+    assert (tmp_path / "adapter" / CARD).read_text() == "mine"
