@@ -26,9 +26,7 @@ STATE: dict[str, Any] = {
 }  # fmt: skip
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {}),
-    "mistral": ("Mistral", {"sliding_window": 8}),
     "gemma 3": ("Gemma3Text", {**WINDOWS, "query_pre_attn_scalar": 32}),
-    "olmo 3": ("Olmo3", WINDOWS),
     "qwen3 moe": ("Qwen3Moe", EXPERTS),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}),
     "gpt-oss": (
@@ -36,18 +34,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                    "max_position_embeddings": 131072},
     ),
     "qwen3 next": ("Qwen3Next", {**LINEAR, **EXPERTS, **UNTIED, "shared_expert_intermediate_size": 32}),
-    "qwen3.5": ("Qwen3_5Text", LINEAR),
-    "lfm2": (
-        # Published configs have the keys that begin with "block", and conv_dim; vLLM needs them.
-        "Lfm2", {"layer_types": ["conv", "full_attention"], "conv_dim": 64, "block_dim": 64, "block_multiple_of": 32,
-                 "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": False},
-    ),
     "mamba 2": ("Mamba2", {"num_heads": 4, "head_dim": 32, "state_size": 16, "n_groups": 1, "chunk_size": 16}),
     "granite 4 hybrid": (
         "GraniteMoeHybrid", {**STATE, "layer_types": ["mamba", "attention"], "num_local_experts": 4,
                              "num_experts_per_tok": 2, "shared_intermediate_size": 32},
     ),
-    "falcon h1": ("FalconH1", {**STATE, "mamba_d_ssm": 128}),
 }  # fmt: skip
 """Family in transformers and its settings."""
 

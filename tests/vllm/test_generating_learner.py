@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-from async_rl.process.fault_points import FAULT_POINTS
-from tests.end_to_end.faults_harness import fault_config, fault_run, judge
 from tests.end_to_end.harness import check_ledger, metrics, roles, steps, write_config
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
 
@@ -48,21 +46,3 @@ def test_a_learner_that_samples_with_vllm_is_the_whole_system(tmp_path: Path, se
     same_version = [row["mismatch_kl/lag_0"] for row in rows if "mismatch_kl/lag_0" in row]
     assert same_version
     assert max(same_version) < 1e-8
-
-
-POINTS = tuple(point for point in FAULT_POINTS if point != "generator.receiving")
-"""No version of the weights is received."""
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1800)
-def test_a_learner_that_samples_with_vllm_and_is_killed_loses_and_repeats_no_prompt(tmp_path: Path):
-    num_rows = 120
-    config = fault_config(
-        tmp_path, num_rows=num_rows, learner=WITH_VLLM, generator=ALONE | {"num_threads": 1}, experimental=VLLM
-    )
-    with fault_run(tmp_path, config, num_generators=0) as run:
-        run.launch()
-        run.kill_at_each(POINTS)
-        run.finish()
-    print(f"{judge(run.run_dir, num_rows=num_rows)}; {run.num_starts} starts")

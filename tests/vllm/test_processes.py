@@ -31,7 +31,8 @@ def descendants(pid: int) -> set[int]:
 
 
 @pytest.mark.timeout(900)
-def test_a_killed_generator_leaves_no_engine_behind(tmp_path):
+@pytest.mark.parametrize("killed", ["generator", "engine"])
+def test_a_killed_generator_leaves_no_engine_behind_and_a_killed_engine_ends_its_generator(tmp_path, killed: str):
     children: set[int] = set()
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(
@@ -49,6 +50,10 @@ def test_a_killed_generator_leaves_no_engine_behind(tmp_path):
         assert any(number > 100 for number in sampled), (tmp_path / "log").read_text()
         children = descendants(process.pid)
         assert len(children) >= 2, "expected vLLM's engine and worker processes"
+        if killed == "engine":
+            (engine,) = [pid for pid in children if title_of(pid).startswith(b"VLLM::EngineCore")]
+            os.kill(engine, signal.SIGKILL)
+            assert process.wait(60) == 1
         process.kill()
         process.wait(10)
         wait_until("the engine's processes to end", lambda: not living(children), deadline_s=30)
@@ -58,6 +63,10 @@ def test_a_killed_generator_leaves_no_engine_behind(tmp_path):
         for pid in living(children):
             os.kill(pid, signal.SIGKILL)
         process.stdout.close()
+
+
+def title_of(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def living(pids: set[int]) -> set[int]:

@@ -78,34 +78,29 @@ def test_the_methods_that_we_call_take_our_arguments():
     ]
 
 
-def _calls_of_imported_names() -> Iterator[tuple[str, str, ast.Call]]:
-    """Each call of a name that one of our files imports from vLLM: file and line, ``MODULE:NAME``, the call."""
+def _calls_of_imported_names() -> Iterator[tuple[str, ast.Call]]:
+    """Each call of a name that one of our files imports from vLLM: ``MODULE:NAME``, the call."""
     for path in sorted((ROOT / "async_rl").rglob("*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
         imported = {
             alias.asname or alias.name: f"{node.module}:{alias.name}"
-            for node in ast.walk(tree)
+            for node in nodes
             if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "vllm"
             for alias in node.names
         }
-        for node in ast.walk(tree):
-            if not isinstance(node, ast.Call):
-                continue
-            owner, _, method = ast.unparse(node.func).partition(".")
+        for call in (node for node in nodes if isinstance(node, ast.Call)):
+            owner, dot, method = ast.unparse(call.func).partition(".")
             if owner in imported:
-                name = f"{imported[owner]}.{method}" if method else imported[owner]
-                yield f"{path.relative_to(ROOT)}:{node.lineno}", name, node
+                yield imported[owner] + dot + method, call
 
 
 def test_every_name_that_is_imported_from_vllm_takes_the_arguments_of_its_calls():
-    wrong, count = [], 0
-    for place, name, call in _calls_of_imported_names():
-        keywords = tuple(keyword.arg for keyword in call.keywords if keyword.arg is not None)
-        count += 1
-        if not _fits(_found(name), len(call.args), keywords):
-            wrong.append(f"{place}: {name}")
-    assert wrong == []
-    assert count >= 15  # none is overlooked because the search is wrong
+    calls = [
+        (name, len(call.args), tuple(keyword.arg for keyword in call.keywords if keyword.arg is not None))
+        for name, call in _calls_of_imported_names()
+    ]
+    assert [call for call in calls if not _fits(_found(call[0]), *call[1:])] == []
+    assert len(calls) >= 15  # none is overlooked because the search is wrong
 
 
 @pytest.mark.parametrize("lora", [{}, {"rank": 8, "publish": "adapters"}])

@@ -1,18 +1,26 @@
-"""One engine over two worker processes: every one takes its part of a version out of the same shared memory.
-
-The versions are of another dtype than the engine: a bfloat16 learner's weights in a float32 engine.
-"""
+"""Versions of two worker processes: out of shared memory, of which each takes its part, and broadcast into them."""
 
 from __future__ import annotations
 
-import numpy as np
+import time
+from collections.abc import Iterator
+from contextlib import closing
+
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.vllm.tiny import make_config, make_model, run_all, scores, submit, weights_of, write_files
+from async_rl.generator.vllm.backend import VllmBackend
+from async_rl.queue.messages import Announcement
+from async_rl.weights.channel.engine_ranks import HeldByEngine
+from async_rl.weights.channel.publisher import Publisher
+from async_rl.weights.channel.receiver import Receiver
+from async_rl.weights.staging import Staging
+from tests.vllm.tiny import assert_scored_by, make_config, make_model, run_all, submit, weights_of, write_files
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+DEADLINE_S = 30.0
 
 
 def published(seed: int) -> dict[str, torch.Tensor]:
@@ -27,13 +35,9 @@ def rounded(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.timeout(900)
 def test_logprobs_are_exact_before_and_after_a_swap_with_two_workers_and_another_dtype(tmp_path):
-    from async_rl.generator.vllm.backend import VllmBackend
-
     config = make_config(tensor_parallel_size=2, kv_after_update="recompute", batch_size=8)
-    backend = VllmBackend.from_files(write_files(tmp_path), config, device="cpu")
-    try:
+    with closing(VllmBackend.from_files(write_files(tmp_path), config, device="cpu")) as backend:
         models = {0: rounded(make_model(0)), 1: rounded(make_model(1))}
         backend.activate(0, published(0))
         submit(backend, "a", "what is 23+4", group_size=8, max_new_tokens=80, temperature=0.8)
@@ -41,11 +45,40 @@ def test_logprobs_are_exact_before_and_after_a_swap_with_two_workers_and_another
             backend.step()
         backend.activate(1, published(1))
         finished = run_all(backend)
-    finally:
-        backend.close()
     assert {v for s in finished.values() for v in s.versions.tolist()} == {0, 1}
-    for sampled in finished.values():
-        for version in set(sampled.versions.tolist()):
-            mine = sampled.versions == version
-            expected = scores(models[version], sampled, 0.8)[mine]
-            np.testing.assert_allclose(sampled.logprobs[mine], expected, atol=1e-5)
+    assert_scored_by(models, finished.values(), 0.8)
+
+
+@pytest.fixture
+def publisher() -> Iterator[Publisher]:
+    with closing(Publisher("127.0.0.1", deadline_s=DEADLINE_S, insecure=False)) as publisher:
+        assert publisher.wait_for_collective(60)
+        yield publisher
+
+
+@pytest.mark.parametrize("num_workers", [pytest.param(1, marks=pytest.mark.long), 2])
+def test_every_token_scores_as_the_version_that_its_workers_received(tmp_path, publisher: Publisher, num_workers: int):
+    config = make_config(tensor_parallel_size=num_workers, kv_after_update="recompute", batch_size=8)
+    backend = VllmBackend.from_files(write_files(tmp_path), config, device="cpu")
+    receiver = Receiver("vllm", insecure=False, engine=backend.ranks)
+    staging = Staging(None, 1 << 16, deadline_s=DEADLINE_S)
+    by_collective = 0
+    finished = {}
+    with closing(backend), closing(receiver):
+        for version in range(6):
+            staged = staging.stage("vllm", version, iter(weights_of(version % 3).items()))
+            publisher.publish(staged)
+            receiver.follow(Announcement("vllm", version, staged.manifest.digest, publisher.address))
+            deadline = time.monotonic() + DEADLINE_S
+            while (received := receiver.poll()) is None or received.version != version:
+                assert time.monotonic() < deadline, receiver.error
+                finished |= {(s.lease_id, s.index): s for s in backend.step()} if version else {}
+            backend.activate(version, received.tensors)
+            receiver.activated(received)
+            by_collective += isinstance(received.tensors, HeldByEngine)
+            assert publisher.wait(version, DEADLINE_S, num_members=1)
+            submit(backend, f"{version}", "what is 23+4", group_size=2, max_new_tokens=200, seed=version)
+        finished |= run_all(backend)
+    assert (by_collective, publisher.stats().failures) == (5, 0)
+    assert len(finished) == 12
+    assert assert_scored_by({v: make_model(v % 3) for v in range(6)}, finished.values())

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from async_rl.generator.parity import answer_probe
-from async_rl.queue.parity import Probe, ProbeSequence, compare
+from async_rl.queue.parity import Probe, ProbeSequence
 from tests.vllm.tiny import (
     TOLERANCE,
+    assert_scored_by,
     at_version_3,
     engine,
     make_model,
     run_all,
-    scores,
     submit,
     weights_of,
     write_files,
@@ -55,10 +55,6 @@ def expected(seed: int, temperature: float = 1.0) -> tuple[np.ndarray, ...]:
     return tuple(found)
 
 
-def probe_of(seed: int, temperature: float = 1.0, *, computed_at: float | None = None) -> Probe:
-    return Probe("l", 3, temperature, GIVEN, expected(seed, computed_at or temperature), "float32")
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("mode", ["cached_decode", "full_forward"])
 def test_given_tokens_score_as_in_a_plain_forward_pass(backend, temperature, mode):
@@ -74,8 +70,7 @@ def test_scoring_beside_running_sequences_leaves_their_samples_right(backend):
     np.testing.assert_allclose(backend.score_tokens(GIVEN, 1.0), np.concatenate(expected(0)), atol=TOLERANCE)
     finished = run_all(backend)
     assert len(finished) == 12
-    for sampled in finished.values():
-        np.testing.assert_allclose(sampled.logprobs, scores(make_model(0), sampled), atol=TOLERANCE)
+    assert_scored_by({3: make_model(0)}, finished.values())
 
 
 def test_it_scores_nothing_while_sampling_masks_are_listed(backend):
@@ -84,24 +79,11 @@ def test_it_scores_nothing_while_sampling_masks_are_listed(backend):
     assert all(sampled.sampling_mask is not None for sampled in run_all(backend).values())
 
 
-def test_an_engine_at_the_learners_weights_agrees(backend):
-    answer = answer_probe(backend, probe_of(0), weights_of(0))
-    assert answer.logprobs is not None
-    assert compare(answer.logprobs, np.concatenate(expected(0))).max < TOLERANCE
-    assert (answer.backend, answer.dtype, answer.cause) == ("vllm", "float32", "")
-
-
 def test_a_stale_tensor_inside_the_engine_is_named(backend):
     stale = dict(weights_of(0))
     name = "model.layers.1.mlp.down_proj.weight"
     stale[name] = weights_of(7)[name]
     backend.activate(3, stale)
-    answer = answer_probe(backend, probe_of(0), weights_of(0))
+    answer = answer_probe(backend, Probe("l", 3, 1.0, GIVEN, expected(0), "float32"), weights_of(0))
     assert answer.cause.endswith(f"of 0:{name}")
     assert backend.score_tokens(GIVEN, 1.0) == pytest.approx(np.concatenate(expected(0)), abs=TOLERANCE)
-
-
-def test_a_learner_at_another_temperature_is_told(backend):
-    answer = answer_probe(backend, probe_of(0, 0.7, computed_at=1.0), weights_of(0))
-    assert answer.cause == "temperature: asked for 0.7, the engine differs; at 1 it agrees with the learner"
-    assert answer.excluded == ("the engine holds exactly the tensors that it received",)

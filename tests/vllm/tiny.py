@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -117,3 +117,20 @@ def full_logprobs(model: PreTrainedModel, sampled: Sampled, temperature: float =
 def scores(model: PreTrainedModel, sampled: Sampled, temperature: float = 1.0) -> np.ndarray:
     """Log-probabilities of the sampled tokens, float32 [N]."""
     return full_logprobs(model, sampled, temperature)[np.arange(len(sampled.token_ids)), sampled.token_ids]
+
+
+def assert_scored_by(
+    models: Mapping[int, PreTrainedModel], finished: Iterable[Sampled], temperature: float = 1.0
+) -> int:
+    """Each token scores as in a full forward pass of the version in ``models`` that it carries. Return how many
+    sequences have tokens of several versions.
+    """
+    num_mixed = 0
+    for sampled in finished:
+        versions = np.unique(sampled.versions).tolist()
+        for version in versions:
+            of_version = sampled.versions == version
+            expected = scores(models[version], sampled, temperature)[of_version]
+            np.testing.assert_allclose(sampled.logprobs[of_version], expected, atol=TOLERANCE)
+        num_mixed += len(versions) > 1
+    return num_mixed
