@@ -44,12 +44,13 @@ def tensors(model: Any) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tensors_read_one_by_one_are_those_that_transformers_loads(tmp_path: Path, family: str):
-    build(family).save_pretrained(tmp_path, max_shard_size="20KB")
+    build(family).bfloat16().save_pretrained(tmp_path, max_shard_size="20KB")
     policy, weights = load_policy(of(tmp_path), "padded", is_sharded=True)
     assert weights is not None
     assert {p.device.type for p in policy.parameters()} == {"meta"}
     weights.fill(policy, torch.device("cpu"))
     expected = load_model(of(tmp_path))
+    assert {p.dtype for p in expected.parameters()} == {torch.float32}  # the master weights, whatever the file holds
     ours = tensors(policy.causal_lm)
     assert ours.keys() == tensors(expected).keys()
     for name, tensor in tensors(expected).items():
