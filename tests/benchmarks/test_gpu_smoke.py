@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -133,21 +134,9 @@ def test_processes_that_a_case_leaves_behind_are_killed(tmp_path: Path, monkeypa
     with os.fdopen(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK), "rb") as reader:
         result = program.run_apart("staging", 60, tmp_path / "staging")
         assert (result["outcome"], result["detail"]) == ("FAILED", "ended with exit code 3")
-        os.set_blocking(reader.fileno(), True)
-        assert reader.read() == b"x\n"  # to the end of the file: nobody holds the other end
-
-
-def test_missing_packages_are_named_with_the_python_that_lacks_them(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(program, "_version", lambda package: None if package in ("zstandard", "peft") else "1")
-    assert program.main([]) == 2
-    assert f"{sys.executable} lacks peft, zstandard; install them" in capsys.readouterr().err
-
-
-def test_a_pattern_chooses_cases_in_order_with_what_must_run_before():
-    names = program.chosen(["run-t*", "attention"])
-    assert names == ["attention", "warm-start", "run-tcp", "run-two-ranks", "run-torchrun"]
+        for expected in (b"x\n", b""):  # and the end of the file: nobody holds the other end
+            assert select.select([reader], [], [], 10.0)[0]
+            assert os.read(reader.fileno(), 100) == expected
 
 
 SHORT = ("attention", "head-gradient", "engine-lora", "engine-sampling-masks", "engine-experts", "no-sync", "version")
