@@ -1,11 +1,16 @@
-"""A command that trains on given rows, on any number of ranks, killed at fault points."""
+"""Runs of the commands that train on given rows: their config, their results, and how they are disturbed."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from torch import Tensor
 
 from async_rl.config.config import Config
 from async_rl.config.loading import config_to_toml, load_config
@@ -45,6 +50,25 @@ def rows_for(command: str, sections: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def metrics(root: Path, command: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (root / "run" / command / "metrics.jsonl").read_text().splitlines()]
+
+
+def exported(root: Path) -> dict[str, Tensor]:
+    return load_file(root / "out" / "model.safetensors")
+
+
+@contextmanager
+def in_step(number: int, action: Callable[[], object]) -> Iterator[None]:
+    """Let ``action`` be called when step ``number`` takes its rows."""
+    real_batch_of = run.batch_of
+
+    def batch_of(rows: Any, step: int, **settings: Any) -> Any:
+        if step == number - 1:
+            action()
+        return real_batch_of(rows, step, **settings)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "batch_of", batch_of)
+        yield
 
 
 def begin(directory: Path, command: str, **sections: Any) -> Path:

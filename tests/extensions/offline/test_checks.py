@@ -11,7 +11,6 @@ from async_rl.cli.main import main
 from async_rl.config.loading import config_to_toml
 from tests.extensions.offline.offline_run import offline_config
 from tests.launch.checks.made import made
-from tests.learner.tiny import add_token
 
 
 def doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -43,16 +42,6 @@ def test_offline_data_that_is_missing_or_too_long_is_red(tmp_path: Path):
     assert "nowhere.jsonl" in held_out.found
 
 
-def test_a_token_that_the_embedding_has_no_row_for(tmp_path: Path):
-    config = offline_config(tmp_path, "sft")
-    add_token(tmp_path / "model", "<new>")
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "response": "<new>"}\n')
-    (row,) = made(config, "offline data")
-    assert (row.check, row.state) == ("sft.data", "FAIL")
-    assert "embedding of 45 rows has a row for, got <new> (45)" in row.found
-    assert row.fix
-
-
 def test_rows_that_spell_control_tokens_are_counted_with_the_first(tmp_path: Path):
     config = offline_config(tmp_path, "sft")
     rows = [
@@ -64,7 +53,3 @@ def test_rows_that_spell_control_tokens_are_counted_with_the_first(tmp_path: Pat
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     row, _ = made(config, "offline data")
     assert row.found == f"1 rows of sft.data spell control tokens in a content, read as text (first: {path}:2)"
-
-
-def test_a_config_without_such_data_has_no_such_row(tmp_path: Path):
-    assert made(offline_config(tmp_path, "sft", sft={"data": ""}), "offline data") == []

@@ -1,5 +1,5 @@
 """Every word of a row is trained, or is context, or is refused or named as left out, or is dropped by the template as
-docs/templates.md says: with every public template, row form and role.
+docs/templates.md says: with every public template and role. Forms of rows: test_sft_rows.py, test_pairs.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from async_rl.data.chat import render_answer, render_prompt
 from async_rl.data.dataset import RowRules, parse_row
 from async_rl.data.template_forms import joined_text
 from async_rl.errors import AsyncRLError
-from async_rl.extensions.offline.forms import pair_parts, supervised_parts
+from async_rl.extensions.offline.forms import pair_parts
 from async_rl.learner.sequences import TrainSequence
 from tests.data.public_templates import cases, template
 from tests.extensions.offline.test_public_templates import TOOLS, encoder_of, prepared, spelled
@@ -144,31 +144,6 @@ def test_every_word_of_a_prompt_and_of_pairs_is_read_or_refused(name: str, step:
                 assert not missing(name, prompt, spelled(tokenizer, read(prompt))), kinds
             except AsyncRLError as error:
                 assert "chat template fails on a prompt" in str(error)  # noqa: PT017
-
-
-FORMS: list[dict[str, Any]] = [
-    {"messages": numbered(["system", "user", "answer"])},
-    {"prompt": numbered(["user"]), "response": [{"role": "assistant", "content": "a-word5x"}]},
-    {"prompt": "word0x", "completion": [{"role": "assistant", "content": "word5x"}]},
-    {"prompt": numbered(["system", "parts"]), "completion": "word5x"},
-    {"messages": numbered(["developer", "user"]), "completion": "word5x"},
-    {"prompt": {"role": "user", "content": "word0x"}, "completion": {"role": "assistant", "content": "word5x"}},
-]
-
-
-@pytest.mark.parametrize("form", range(len(FORMS)))
-@pytest.mark.parametrize("name", cases())
-def test_every_word_of_every_form_of_a_row_is_read_or_refused(name: str, form: int):
-    row = FORMS[form]
-    prompt, answer = supervised_parts(row, "row")
-    assert prompt is not None
-    try:
-        sequences = encoder_of(name).encode_turns(0, prompt, answer, "row")
-    except AsyncRLError as error:
-        assert name == "gemma"
-        assert re.search("System role not supported|roles must alternate", str(error))  # noqa: PT017
-        return
-    assert words_of(row) == words_of(text_of(name, sequences))
 
 
 @pytest.mark.parametrize("kind", KINDS)

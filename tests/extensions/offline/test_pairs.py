@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,10 +53,12 @@ def split(tokenizer: PreTrainedTokenizerBase, sequence: TrainSequence) -> tuple[
         {"prompt": None, "messages": [{**ASK, "name": None}], "chosen": "2", "rejected": "3"},
     ],
 )
-@pytest.mark.parametrize("form", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("form", [".jsonl", ".parquet", ".csv"])
 def test_every_form_of_a_pair_of_messages_means_the_same(
     row: dict[str, Any], form: str, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ):
+    if form == ".csv":
+        row = {key: value for key, value in row.items() if value is not None}
     path = rows_file(tmp_path, row) if form == ".jsonl" else write_in(form, tmp_path, [row])
     (scored,) = scored_pairs(path, tokenizer)
     assert spelled(tokenizer, scored.chosen.token_ids[:-1]) == f"{CHAT}2<|end|>\n"
@@ -68,21 +68,21 @@ def test_every_form_of_a_pair_of_messages_means_the_same(
     assert split(tokenizer, pair.rejected) == (CHAT, "3<|end|>")
 
 
-def test_text_is_used_without_a_template_and_cut_on_the_right(tmp_path: Path, tokenizer: PreTrainedTokenizerBase):
-    row = {"prompt": "1+1=", "chosen": "2", "rejected": "3333"}
+@pytest.mark.parametrize(
+    ("row", "chosen", "rejected"),
+    [
+        ({"prompt": "1+1=", "chosen": "2", "rejected": "3333"}, ("1+1=", "2<|end|>"), ("1+1=", "333")),  # cut at 7
+        # Without a prompt both share what they begin with.
+        ({"chosen": "1+1= 2", "rejected": "1+1= 3"}, ("1+1= ", "2<|end|>"), ("1+1= ", "3<|end|>")),
+        ({"chosen": "aab", "rejected": "aa"}, ("aa", "b<|end|>"), ("aa", "<|end|>")),
+    ],
+)
+def test_text_is_used_without_a_template_and_cut_on_the_right(
+    row: dict[str, Any], chosen: tuple[str, str], rejected: tuple[str, str], tmp_path: Path,
+    tokenizer: PreTrainedTokenizerBase,
+):  # fmt: skip
     (pair,) = pairs_of(rows_file(tmp_path, row), tokenizer, max_length=7)
-    assert split(tokenizer, pair.chosen) == ("1+1=", "2<|end|>")
-    assert split(tokenizer, pair.rejected) == ("1+1=", "333")
-
-
-def test_text_without_a_prompt_shares_what_both_answers_begin_with(tmp_path: Path, tokenizer: PreTrainedTokenizerBase):
-    path = rows_file(tmp_path, {"chosen": "1+1= 2", "rejected": "1+1= 33"}, {"chosen": "aab", "rejected": "aa"})
-    first, second = pairs_of(path, tokenizer)
-    assert split(tokenizer, first.chosen) == ("1+1= ", "2<|end|>")
-    assert split(tokenizer, first.rejected) == ("1+1= ", "33<|end|>")
-    assert split(tokenizer, second.chosen) == ("aa", "b<|end|>")
-    assert split(tokenizer, second.rejected) == ("aa", "<|end|>")
-    assert len(scored_pairs(path, tokenizer)) == 2
+    assert (split(tokenizer, pair.chosen), split(tokenizer, pair.rejected)) == (chosen, rejected)
 
 
 def test_pairs_of_equal_answers_are_left_out_and_counted(
@@ -105,12 +105,9 @@ def test_pairs_of_equal_answers_are_left_out_and_counted(
     caplog.clear()
     assert len(scored_pairs(path, tokenizer)) == 3
     assert "rm.data: 3 of 6 pairs have two equal answers; they teach nothing" in caplog.text
-    for load in (
-        lambda: pairs_of(rows_file(tmp_path, *same), tokenizer),
-        lambda: scored_pairs(rows_file(tmp_path, *same), tokenizer),
-    ):
+    for load in (pairs_of, scored_pairs):
         with pytest.raises(DataError, match="two different answers, got none: 3 of 3 pairs have two equal"):
-            load()
+            load(rows_file(tmp_path, *same), tokenizer)
 
 
 def test_earlier_turns_of_the_assistant_belong_to_the_prompt(tmp_path: Path, tokenizer: PreTrainedTokenizerBase):
@@ -118,16 +115,6 @@ def test_earlier_turns_of_the_assistant_belong_to_the_prompt(tmp_path: Path, tok
     (pair,) = pairs_of(rows_file(tmp_path, row), tokenizer)
     assert split(tokenizer, pair.chosen) == (f"{CHAT}3<|end|>\n{CHAT}", "2<|end|>")
     assert split(tokenizer, pair.rejected) == (f"{CHAT}3<|end|>\n{CHAT}", "3<|end|>2<|end|>")
-
-
-def test_a_table_in_csv_holds_messages_as_json(tmp_path: Path, tokenizer: PreTrainedTokenizerBase):
-    path = tmp_path / "pairs.csv"
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["chosen", "rejected"])
-        writer.writerow([json.dumps([ASK, SAY_2]), json.dumps([ASK, SAY_3])])
-    (pair,) = pairs_of(path, tokenizer)
-    assert split(tokenizer, pair.chosen) == (CHAT, "2<|end|>")
 
 
 @pytest.mark.parametrize(
@@ -160,19 +147,24 @@ def test_a_bad_pair_is_refused_with_its_place(
         pairs_of(rows_file(tmp_path, row), tokenizer, max_length=8)
 
 
-def test_labelled_answers_have_the_next_rows_answer_as_mismatched(tmp_path: Path, tokenizer: PreTrainedTokenizerBase):
+def test_labelled_answers_of_every_form_have_the_next_rows_answer_as_mismatched(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+):
     rows = [
         {"prompt": "a", "completion": "b", "label": True},
         {"prompt": [ASK], "completion": [SAY_2], "label": False},
-        {"prompt": "cc", "completion": "dddd", "label": True, "messages": None},
-        {"messages": ASK, "completion": SAY_3, "label": False},
+        {"prompt": "cc", "completion": "dddd", "label": 1, "messages": None},
+        {"messages": ASK, "completion": SAY_3, "label": 0},
+        {"prompt": "1+1", "completion": [SAY_2], "label": False},
+        {"prompt": [{**ASK, "name": None}], "completion": "3", "label": True, "id": None},
     ]
     found = labelled_of(rows_file(tmp_path, *rows), tokenizer)
-    assert [row.is_good for row in found] == [True, False, True, False]
-    assert [split(tokenizer, row.answer)[1] for row in found] == ["b<|end|>", "2<|end|>", "dddd<|end|>", "3<|end|>"]
-    assert [split(tokenizer, row.mismatched) for row in found] == [
-        ("a", "2<|end|>"), (CHAT, "dddd<|end|>"), ("cc", "3<|end|>"), (CHAT, "b<|end|>"),
-    ]  # fmt: skip
+    assert [row.is_good for row in found] == [True, False, True, False, False, True]
+    answers = ["b<|end|>", "2<|end|>", "dddd<|end|>", "3<|end|>", "2<|end|>", "3<|end|>"]
+    prompts = ["a", CHAT, "cc", CHAT, CHAT, CHAT]
+    assert [split(tokenizer, row.answer) for row in found] == list(zip(prompts, answers, strict=True))
+    mismatched = [*answers[1:], answers[0]]
+    assert [split(tokenizer, row.mismatched) for row in found] == list(zip(prompts, mismatched, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from async_rl.data.turn_end import TurnEnds, turn_ends
 from async_rl.errors import AsyncRLError, DataError
 from async_rl.extensions.offline.rows import RowEncoder
 from async_rl.learner.sequences import TrainSequence
-from tests.data.public_templates import cases, listed_ids, names, template, tokenizer_of
+from tests.data.public_templates import cases, listed_ids, template, tokenizer_of
 
 TOOLS: list[Any] = [
     {
@@ -184,29 +184,6 @@ def test_dpo_scores_one_text_an_answer_or_says_what_to_move_to_the_prompt(name: 
     assert trained(name, moved) == trained(name, encoded(name, "two turns")[-1])  # pyright: ignore[reportArgumentType]
 
 
-def test_the_number_of_sequences_is_that_of_the_turns_where_the_template_rewrites_them():
-    found = {name: encoded(name, "two turns") for name in names()}
-    rewriting = [name for name, sequences in found.items() if len(sequences) == 2]
-    assert rewriting == ["gptoss", "qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6"]
-    assert all(len(sequences) == 1 for name, sequences in found.items() if name not in rewriting)
-
-
-def test_marks_of_what_the_model_writes_decide_what_is_trained_and_not_the_sequences():
-    tokenizer, ends = prepared("qwen2_5")
-    kept = tokenizer.chat_template
-    tokenizer.chat_template = (
-        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}Well, "
-        "{% generation %}{{ m['content'] }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n"
-        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    try:
-        encoder = RowEncoder(tokenizer, {}, max_length=1000, section="sft", ends=ends)
-        (sequence,) = encoder.encode_turns(0, [], ROWS["two turns"], "row")
-    finally:
-        tokenizer.chat_template = kept
-    assert spelled(tokenizer, sequence.token_ids[sequence.loss_mask]) == "A1<|im_end|>A2<|im_end|>"
-
-
 def test_marks_that_a_python_tokenizer_can_not_place_are_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     tokenizer: Any = ByT5Tokenizer()
     tokenizer.chat_template = (
@@ -224,51 +201,20 @@ def test_marks_that_a_python_tokenizer_can_not_place_are_said_once(tmp_path: Pat
     assert "ByT5Tokenizer) does not know the characters of its tokens" in record.getMessage()
 
 
-def test_a_key_that_the_template_does_not_render_is_said_once_with_the_row(caplog: pytest.LogCaptureFixture):
-    encoder = encoder_of("llama3")
-    thought = {**ANSWERED, "reasoning_content": "Hmm."}
-    for place in ("rows.jsonl:1", "rows.jsonl:2"):
-        encoder.encode_turns(0, [], [ASKED, thought], place)
-    (record,) = caplog.records
-    assert record.getMessage().startswith(
-        "rows.jsonl:1: message 1: the chat template does not render its reasoning_con"
-    )
-
-
-def test_a_turn_of_tool_calls_alone_that_the_template_leaves_out_is_refused_with_advice_that_works():
-    encoder = encoder_of("lfm2")
-    with pytest.raises(DataError, match="write the call as its content"):
-        encoder.encode_turns(0, [], ROWS["tools"], "row", tools=TOOLS)
-    called = {"role": "assistant", "content": "<|tool_call_start|>[weather(place='Bonn')]<|tool_call_end|>"}
-    row = [ASKED, called, *ROWS["tools"][2:]]
-    (sequence,) = encoder.encode_turns(0, [], row, "row", tools=TOOLS)
-    assert "Bonn" in trained("lfm2", sequence)
-
-
 @pytest.mark.parametrize(
     ("message", "error"),
     [
         ({"role": "assistant", "content": [{"type": "image", "url": "x"}]}, "or a list of text parts"),
         ({"role": "assistant", "content": None}, "or a list of text parts"),
-        (
-            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1"}}]},
-            "as the JSON text of one",
-        ),
-        ({**ANSWERED, "tool_calls": [{"function": "weather"}]}, "expected a tool call as"),
+        ({**ANSWERED, "tool_calls": [{"function": {"name": "f", "arguments": "[1"}}]}, "as the JSON text of one"),
         ({**ANSWERED, "tool_calls": [{"function": None}]}, "expected a tool call as"),
         ({**ANSWERED, "tool_calls": ["weather"]}, "expected a tool call as"),
-        ({**ANSWERED, "tool_calls": 5}, "expected tool_calls as a list of calls, got the number 5"),
         ({**ANSWERED, "tool_calls": json.dumps([CALL])}, "expected tool_calls as a list of calls, got the text"),
     ],
 )
 def test_a_message_without_text_or_with_other_calls_is_refused(message: dict[str, Any], error: str):
     with pytest.raises(DataError, match=f"^row: .*{error}"):
         encoder_of("qwen3").encode_turns(0, [], [ASKED, message], "row")
-
-
-def test_the_last_turn_alone_is_trained_on_request():
-    (sequence,) = encoder_of("qwen2_5").encode_turns(0, [], ROWS["two turns"], "row", only_last=True)
-    assert trained("qwen2_5", sequence) == "A2<|im_end|>"
 
 
 @pytest.mark.parametrize("name", cases())

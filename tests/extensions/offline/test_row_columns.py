@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from async_rl.extensions.offline.rm import RewardModel
 from async_rl.extensions.offline.sft import Supervised
 from tests.extensions.offline.read import sft_rows
 from tests.extensions.offline.test_sft_rows import rows_file, spelled, write_in
-from tests.learner.tiny import tiny_config, tiny_model
+from tests.learner.tiny import TEMPLATE, tiny_config, tiny_model
 
 ASK, SAY, OTHER = (
     {"role": role, "content": content} for role, content in (("user", "a"), ("assistant", "b"), ("assistant", "c"))
@@ -38,11 +37,17 @@ OF_TEXT: list[tuple[str, dict[str, Any]]] = [
     ("kto", {"prompt": "a", "completion": "b", "label": True}),
     ("rm", {"prompt": "a", "chosen": "b", "rejected": "c"}),
 ]
+CONTEXT = {"system": "be brief", "history": [["q", "r"]]}
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model"))
+    """A model whose template reads the variables ``mood`` and ``tone``."""
+    directory = tiny_model(tmp_path_factory.mktemp("model"))
+    tokenizer = load_tokenizer(directory)
+    tokenizer.chat_template = "{{ mood }}{{ tone }}" + TEMPLATE
+    tokenizer.save_pretrained(directory)
+    return directory
 
 
 def first_text(model: Path, directory: Path, command: str, row: dict[str, Any], **data: Any) -> str:
@@ -55,103 +60,60 @@ def first_text(model: Path, directory: Path, command: str, row: dict[str, Any], 
     return spelled(load_tokenizer(model), tokens).replace("<|end|>", "").replace("\n", "")
 
 
-CONTEXT = {"system": "be brief", "history": [["q", "r"]]}
-SHOWN = "<|system|>be brief<|user|>q<|assistant|>r<|user|>a<|assistant|>b"
-
-
 @pytest.mark.parametrize(("command", "row"), OF_MESSAGES)
-def test_system_and_history_are_read_where_a_template_renders_the_row(
+def test_system_history_and_variables_are_read_where_a_template_renders_the_row(
     tmp_path: Path, model: Path, command: str, row: dict[str, Any]
 ):
-    assert first_text(model, tmp_path, command, row | CONTEXT) == SHOWN
+    of_config = {"mood": "y", "tone": "z"}
+    given = {**row, **CONTEXT, "chat_template_kwargs": {"mood": "x", "tone": None}}
+    begin = "x" if command == "rm" else "xz"  # a reward model renders as scorers do, without those of the config
+    assert first_text(model, tmp_path, command, given, chat_template_kwargs=of_config) == (
+        f"{begin}<|system|>be brief<|user|>q<|assistant|>r<|user|>a<|assistant|>b"
+    )
     assert first_text(model, tmp_path, command, row | CONTEXT, ignore=["history", "system"]) == (
         "<|user|>a<|assistant|>b"
     )
 
 
-def test_history_is_context_and_is_not_trained(tmp_path: Path, model: Path):
-    tokenizer = load_tokenizer(model)
-    (row,) = sft_rows(rows_file(tmp_path, {"messages": [ASK, SAY]} | CONTEXT), tokenizer, max_length=100)
-    assert spelled(tokenizer, row.token_ids[row.loss_mask]) == "b<|end|>"
-
-
-@pytest.mark.parametrize(("command", "row"), OF_TEXT)
-@pytest.mark.parametrize("name", CONTEXT)
-def test_system_and_history_beside_text_are_refused_by_name(
-    tmp_path: Path, model: Path, command: str, row: dict[str, Any], name: str
-):
-    given = {**row, name: CONTEXT[name]}
-    with pytest.raises(DataError, match=rf"rows\.jsonl:1: {name}: no template renders it.*'{name}' into data\.ignore"):
-        first_text(model, tmp_path, command, given)
-    assert first_text(model, tmp_path, command, given, ignore=[name]).endswith("ab")
-
-
-BY_PROMPT = [(command, row) for command, row in (*OF_MESSAGES, *OF_TEXT) if "prompt" in row]
-
-
-@pytest.mark.parametrize(("command", "row"), BY_PROMPT)
-@pytest.mark.parametrize("name", ["instruction", "input"])
-def test_instruction_and_input_beside_prompt_are_refused_unless_the_prompt_has_them(
-    tmp_path: Path, model: Path, command: str, row: dict[str, Any], name: str
-):
-    with pytest.raises(DataError, match=rf"rows\.jsonl:1: {name}: the prompt does not have its text"):
-        first_text(model, tmp_path, command, {**row, name: "z"})
-    for same in ("", " a\n", None):
-        assert first_text(model, tmp_path, command, {**row, name: same}).endswith("b")
-
-
 @pytest.mark.parametrize(("command", "row"), [*OF_MESSAGES, *OF_TEXT])
-def test_documents_images_and_masks_are_refused_and_other_columns_are_free(
+def test_columns_that_would_be_lost_are_refused_by_name_and_others_are_free(
     tmp_path: Path, model: Path, command: str, row: dict[str, Any]
 ):
-    for name in ("documents", "images", "completion_mask"):
-        with pytest.raises(DataError, match=rf"rows\.jsonl:1: {name}: it is not read"):
-            first_text(model, tmp_path, command, {**row, name: ["z"]})
+    refused = dict.fromkeys(("documents", "images", "completion_mask"), "it is not read")
+    if (command, row) in OF_TEXT:
+        refused |= dict.fromkeys(CONTEXT, "no template renders it")
+    if "prompt" in row:
+        refused |= dict.fromkeys(("instruction", "input"), "the prompt does not have its text")
+    for name, reason in refused.items():
+        given = {**row, name: CONTEXT.get(name, "z")}
+        with pytest.raises(DataError, match=rf"rows\.jsonl:1: {name}: {reason}.*'{name}' into data\.ignore"):
+            first_text(model, tmp_path, command, given)
+        assert first_text(model, tmp_path, command, given, ignore=[name]).endswith("b")
     free = {"source": "z", "problem": "z", "score": 1.0, "documents": [], "images": None, "tags": ["z"]}
-    assert first_text(model, tmp_path, command, row | free).endswith("b")
+    for same in ("", " a\n", None):
+        assert first_text(model, tmp_path, command, {**row, **free, "instruction": same, "input": same}).endswith("b")
 
 
 @pytest.mark.parametrize("form", [".csv", ".parquet", "_saved"])
-def test_every_form_of_a_dataset_has_these_columns(tmp_path: Path, model: Path, form: str):
+def test_every_form_of_a_dataset_has_these_columns_which_are_not_trained(tmp_path: Path, model: Path, form: str):
     row = {"messages": [ASK, SAY], **CONTEXT, "chat_template_kwargs": {"mood": "z"}, "images": []}
     tokenizer = load_tokenizer(model)
-    tokenizer.chat_template = "{{ mood }}" + str(tokenizer.chat_template)
-    found = sft_rows(write_in(form, tmp_path, [row]), tokenizer, max_length=100)
-    assert spelled(tokenizer, found[0].token_ids).startswith("z<|system|>be brief<|end|>\n<|user|>q")
-
-
-MOOD = "{{ mood }}{{ tone }}{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}"
-
-
-@pytest.fixture
-def moody(tmp_path: Path) -> Path:
-    directory = tiny_model(tmp_path / "moody")
-    tokenizer = load_tokenizer(directory)
-    tokenizer.chat_template = MOOD + "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    tokenizer.save_pretrained(directory)
-    return directory
-
-
-@pytest.mark.parametrize(("command", "row"), OF_MESSAGES)
-def test_a_row_s_variables_reach_the_template_over_those_of_the_config(
-    tmp_path: Path, moody: Path, command: str, row: dict[str, Any]
-):
-    given = {**row, "chat_template_kwargs": {"mood": "x", "tone": None}}
-    data = {"chat_template_kwargs": {"mood": "y", "tone": "z"}}
-    of_config = "" if command == "rm" else "z"  # as scorers render
-    assert first_text(moody, tmp_path, command, given, **data).startswith(f"x{of_config}<|user|>a<|assistant|>b")
+    (found,) = sft_rows(write_in(form, tmp_path, [row]), tokenizer, max_length=100)
+    assert spelled(tokenizer, found.token_ids).startswith("z<|system|>be brief<|end|>\n<|user|>q")
+    assert spelled(tokenizer, found.token_ids[found.loss_mask]) == "b<|end|>"
 
 
 def test_a_variable_that_the_template_does_not_read_is_named_once(
-    tmp_path: Path, moody: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture
 ):
-    variables: Sequence[Any] = ({"zebra": True, "mood": "x"}, {"zebra": False, "messages": 1, "python_tools": []})
+    variables: list[Any] = [{"zebra": True, "mood": "x"}, {"zebra": False, "messages": 1, "python_tools": []}]
     rows = [{"messages": [ASK, SAY], "chat_template_kwargs": one} for one in variables]
-    sft_rows(rows_file(tmp_path, *rows), load_tokenizer(moody), max_length=50)
-    assert [record.getMessage().partition("jsonl:")[2] for record in caplog.records] == [
-        "1: chat_template_kwargs: nothing reads zebra; the same in other rows is not said",
-        "2: chat_template_kwargs: nothing reads messages, python_tools; the same in other rows is not said",
+    sft_rows(rows_file(tmp_path, *rows), load_tokenizer(model), max_length=50)
+    said = [record.getMessage().partition("jsonl:")[2].partition(";")[0] for record in caplog.records]
+    assert said == [
+        "1: chat_template_kwargs: nothing reads zebra",
+        "2: chat_template_kwargs: nothing reads messages, python_tools",
     ]
     row = {"messages": [ASK, SAY], "chat_template_kwargs": ["mood"]}
     with pytest.raises(DataError, match="1: chat_template_kwargs: expected an object of variables"):
-        sft_rows(rows_file(tmp_path, row), load_tokenizer(moody), max_length=50)
+        sft_rows(rows_file(tmp_path, row), load_tokenizer(model), max_length=50)

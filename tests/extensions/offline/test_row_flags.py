@@ -4,7 +4,6 @@ nobody reads are named once.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,13 +50,12 @@ def texts(rows: list[Any], tokenizer: PreTrainedTokenizerBase) -> list[tuple[str
 CHAT = [ASK, off(WRONG), MORE, off(RIGHT, 1)]
 
 
-@pytest.mark.parametrize("form", [".jsonl", ".parquet", ".csv", ".json", "_saved"])
+@pytest.mark.parametrize("form", [".parquet", ".csv", ".json", "_saved"])
 @pytest.mark.parametrize("row", [{"messages": CHAT}, {"prompt": [ASK], "completion": CHAT[1:]}])
 def test_a_message_that_a_flag_leaves_out_is_context(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase, form: str, row: dict[str, Any]
 ):
-    path = rows_file(tmp_path, row) if form == ".jsonl" else write_in(form, tmp_path, [row])
-    ((text, trained),) = texts(sft_rows(path, tokenizer, max_length=100), tokenizer)
+    ((text, trained),) = texts(sft_rows(write_in(form, tmp_path, [row]), tokenizer, max_length=100), tokenizer)
     assert text == "<|user|>a<|end|>\n<|assistant|>5<|end|>\n<|user|>b<|end|>\n<|assistant|>4<|end|>\n"
     assert trained == "4<|end|>"
 
@@ -83,20 +81,13 @@ def test_what_follows_the_last_trained_message_is_left_out(tmp_path: Path, token
     assert text == "<|user|>a<|end|>\n<|assistant|>4<|end|>\n"
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"messages": [off(ASK, 0.5), RIGHT]},
-        {"messages": [off({"role": "system", "content": "c"}, 1, "mask"), ASK, RIGHT]},
-        {"prompt": [ASK, off(WRONG, 0.5), MORE], "completion": [RIGHT]},
-        {"messages": [ASK, off(WRONG, None), MORE, RIGHT]},
-    ],
-)
-def test_a_flag_on_context_has_no_effect(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]):
-    flagless = json.loads(json.dumps(row), object_hook=lambda one: {k: one[k] for k in one.keys() - {"weight", "mask"}})
-    found, expected = (
-        texts(sft_rows(rows_file(tmp_path, one), tokenizer, max_length=100), tokenizer) for one in (row, flagless)
-    )
+@pytest.mark.parametrize("weight", [0.5, None])
+def test_a_flag_on_an_answer_of_the_prompt_has_no_effect(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, weight: float | None
+):
+    # On messages of other roles: test_public_rows.py.
+    rows = [{"prompt": [ASK, wrong, MORE], "completion": [RIGHT]} for wrong in (off(WRONG, weight), WRONG)]
+    found, expected = texts(sft_rows(rows_file(tmp_path, *rows), tokenizer, max_length=100), tokenizer)
     assert found == expected
 
 
@@ -129,20 +120,17 @@ def test_flags_are_refused_in_answers_of_preferences_and_free_in_their_prompts(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase, value: int
 ):
     asked = [ASK, off(WRONG, value), MORE]
-    sides = {"chosen": [RIGHT], "rejected": [WRONG]}
-    whole = {key: [*asked, *answer] for key, answer in sides.items()}
-    for row in ({"prompt": asked, **sides}, whole):
-        assert len(pairs_of(rows_file(tmp_path, row), tokenizer)) == 1
-        assert len(scored_pairs(rows_file(tmp_path, row), tokenizer)) == 1
-    for key, message in (("chosen", RIGHT), ("rejected", WRONG)):
-        path = rows_file(tmp_path, {"prompt": asked, **sides, key: [off(message, value)]})
+    pair = {"prompt": asked, "chosen": [RIGHT], "rejected": [WRONG]}
+    whole = {"chosen": [*asked, RIGHT], "rejected": [*asked, WRONG]}
+    labelled = {"prompt": asked, "completion": [off(RIGHT, value)], "label": True}
+    for read in (pairs_of, scored_pairs):
+        assert len(read(rows_file(tmp_path, pair, whole), tokenizer)) == 2
+    for read, row in (
+        *((read, {**pair, key: [off(RIGHT, value)]}) for read in (pairs_of, scored_pairs) for key in list(pair)[1:]),
+        (labelled_of, labelled),
+    ):
         with pytest.raises(DataError, match=f"expected an answer without flags, .*'weight': {value}"):
-            pairs_of(path, tokenizer)
-        with pytest.raises(DataError, match=f"expected an answer without flags, .*'weight': {value}"):
-            scored_pairs(path, tokenizer)
-    labelled = [{"prompt": asked, "completion": [off(RIGHT, value)], "label": True}] * 2
-    with pytest.raises(DataError, match="expected an answer without flags"):
-        labelled_of(rows_file(tmp_path, *labelled), tokenizer)
+            read(rows_file(tmp_path, row, row), tokenizer)
 
 
 NAMES = "{{ m['name'] if m['role'] == 'user' and m['name'] }}"
@@ -155,11 +143,8 @@ def test_a_key_that_nobody_reads_is_named_once_with_its_row(
     named = [{**ASK, "name": "z", "id": "7"}, {**RIGHT, "name": "y", "seen": False, "empty": None, "weight": 1}]
     found = sft_rows(rows_file(tmp_path, *[{"messages": named}] * 2), tokenizer, max_length=100)
     assert spelled(tokenizer, found[0].token_ids).startswith("<|user|>za")
-    said = [record.getMessage().partition("rows.jsonl:")[2] for record in caplog.records]
-    assert said == [
-        "1: message 0: nothing reads id; the same in other rows is not said",
-        "1: message 1: nothing reads name, seen; the same in other rows is not said",
-    ]
+    said = [record.getMessage().partition("rows.jsonl:")[2].partition(";")[0] for record in caplog.records]
+    assert said == ["1: message 0: nothing reads id", "1: message 1: nothing reads name, seen"]
 
 
 def test_the_keys_of_a_scored_answer_that_the_reward_model_does_not_see_are_named(
@@ -168,6 +153,5 @@ def test_the_keys_of_a_scored_answer_that_the_reward_model_does_not_see_are_name
     call = {"function": {"name": "f", "arguments": {}}}
     row = {"prompt": [ASK], "chosen": [{**RIGHT, "tool_calls": [call]}], "rejected": [{**WRONG, "tool_calls": []}]}
     scored_pairs(rows_file(tmp_path, row), tokenizer)
-    assert [record.getMessage().partition(":1: ")[2] for record in caplog.records] == [
-        "the answer: nothing reads tool_calls; the same in other rows is not said"
-    ]
+    (record,) = caplog.records
+    assert ":1: the answer: nothing reads tool_calls" in record.getMessage()

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+ASK, SAY = {"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}
+ASKED = "<|user|>1+1<|end|>\n<|assistant|>"
+
+
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
     return load_tokenizer(tiny_model(tmp_path_factory.mktemp("model")))
@@ -41,26 +45,11 @@ def spelled(tokenizer: PreTrainedTokenizerBase, token_ids: np.ndarray) -> str:
     return "".join(tokenizer.convert_ids_to_tokens(token_ids.tolist()))
 
 
-def test_raw_text_trains_on_the_response_and_its_end(tmp_path: Path, tokenizer: PreTrainedTokenizerBase):
-    (row,) = sft_rows(rows_file(tmp_path, {"prompt": "1+1=", "response": "2"}), tokenizer, max_length=50)
-    assert spelled(tokenizer, row.token_ids) == "1+1=2<|end|>"
-    assert row.loss_mask.tolist() == [False] * 4 + [True] * 2
-
-
 def test_every_assistant_turn_is_trained_on_up_to_its_end_token(tmp_path: Path, tokenizer: PreTrainedTokenizerBase):
-    messages = [
-        {"role": "system", "content": "add"},
-        {"role": "user", "content": "1+1"},
-        {"role": "assistant", "content": "2"},
-        {"role": "user", "content": "2+2"},
-        {"role": "assistant", "content": "4"},
-        {"role": "user", "content": "left out"},
-    ]
+    messages = [{"role": "system", "content": "add"}, ASK, SAY, ASK, SAY, {"role": "user", "content": "left out"}]
     (row,) = sft_rows(rows_file(tmp_path, {"messages": messages}), tokenizer, max_length=100)
-    assert spelled(tokenizer, row.token_ids[row.loss_mask]) == "2<|end|>4<|end|>"
-    assert spelled(tokenizer, row.token_ids) == (
-        "<|system|>add<|end|>\n<|user|>1+1<|end|>\n<|assistant|>2<|end|>\n<|user|>2+2<|end|>\n<|assistant|>4<|end|>\n"
-    )
+    assert spelled(tokenizer, row.token_ids[row.loss_mask]) == "2<|end|>2<|end|>"
+    assert spelled(tokenizer, row.token_ids) == f"<|system|>add<|end|>\n{ASKED}2<|end|>\n{ASKED}2<|end|>\n"
 
 
 def test_an_end_token_that_the_tokenizer_only_marks_as_special_ends_the_loss(tmp_path: Path):
@@ -69,31 +58,9 @@ def test_an_end_token_that_the_tokenizer_only_marks_as_special_ends_the_loss(tmp
     marked.add_tokens([AddedToken("<stop>", special=True)], special_tokens=False)
     assert "<stop>" not in marked.all_special_tokens
     marked.chat_template = marked.chat_template.replace("<|end|>", "<stop>")
-    messages = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
-    (row,) = sft_rows(rows_file(tmp_path, {"messages": messages}), marked, max_length=50)
+    (row,) = sft_rows(rows_file(tmp_path, {"messages": [ASK, SAY]}), marked, max_length=50)
     assert spelled(marked, row.token_ids) == "<|user|>1+1<stop>\n<|assistant|>2<stop>\n"
     assert spelled(marked, row.token_ids[row.loss_mask]) == "2<stop>"
-
-
-def test_what_is_before_the_answer_is_the_prompt_that_sampling_would_use(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
-):
-    question = [{"role": "system", "content": "add"}, {"role": "user", "content": "1+1"}]
-    path = rows_file(tmp_path, {"messages": [*question, {"role": "assistant", "content": "2"}]})
-    (row,) = sft_rows(path, tokenizer, max_length=100)
-    prompt = render_prompt(tokenizer, question)
-    first = int(row.loss_mask.argmax())
-    assert row.token_ids[:first].tolist() == prompt.tolist()
-
-
-def test_a_text_prompt_has_the_start_token_that_sampling_would_use(tmp_path: Path):
-    starting: Any = load_tokenizer(tiny_model(tmp_path / "model"))
-    start = ("<|user|>", starting.convert_tokens_to_ids("<|user|>"))
-    starting.backend_tokenizer.post_processor = TemplateProcessing(single="<|user|> $A", special_tokens=[start])
-    assert spelled(starting, render_prompt(starting, [{"role": TEXT_ROLE, "content": "1+1="}])) == "<|user|>1+1="
-    (row,) = sft_rows(rows_file(tmp_path, {"prompt": "1+1=", "response": "2"}), starting, max_length=50)
-    assert spelled(starting, row.token_ids) == "<|user|>1+1=2<|end|>"
-    assert row.loss_mask.tolist() == [False] * 5 + [True] * 2
 
 
 def test_long_rows_are_cut_on_the_right_and_counted(
@@ -104,10 +71,6 @@ def test_long_rows_are_cut_on_the_right_and_counted(
     assert spelled(tokenizer, row.token_ids) == "abcde"
     assert row.loss_mask.tolist() == [False, False, False, True, True]
     assert "sft.data: cut the end of 1 of 2 sequences, which have more than sft.max_length = 5 tokens" in caplog.text
-
-
-ASK, SAY = {"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}
-ASKED = "<|user|>1+1<|end|>\n<|assistant|>"
 
 
 @pytest.mark.parametrize(
@@ -127,7 +90,7 @@ ASKED = "<|user|>1+1<|end|>\n<|assistant|>"
         ({"text": "1+1=2<|end|>"}, "1+1=2<|end|>", "+1=2<|end|>"),
     ],
 )
-@pytest.mark.parametrize("form", [".jsonl", ".parquet", ".csv"])
+@pytest.mark.parametrize("form", [".jsonl", ".parquet", ".csv", ".json", "_saved"])
 def test_every_form_of_a_row_says_what_is_trained(
     row: dict[str, Any], whole: str, trained: str, form: str, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ):
@@ -139,15 +102,18 @@ def test_every_form_of_a_row_says_what_is_trained(
     assert spelled(tokenizer, found.token_ids[found.loss_mask]) == trained
 
 
-def test_a_text_that_begins_with_the_start_token_gets_no_second_one(tmp_path: Path):
+def test_text_has_the_start_token_that_sampling_would_use_and_no_second_one(tmp_path: Path):
     starting: Any = load_tokenizer(tiny_model(tmp_path / "model"))
     start = ("<|user|>", starting.convert_tokens_to_ids("<|user|>"))
     starting.backend_tokenizer.post_processor = TemplateProcessing(single="<|user|> $A", special_tokens=[start])
     starting.bos_token = "<|user|>"
-    for text in ("1+1", "<|user|>1+1"):
-        (row,) = sft_rows(rows_file(tmp_path, {"text": text}), starting, max_length=50)
-        assert spelled(starting, row.token_ids) == "<|user|>1+1<|end|>"
-        assert row.loss_mask.tolist() == [False] + [True] * 4
+    assert spelled(starting, render_prompt(starting, [{"role": TEXT_ROLE, "content": "1+"}])) == "<|user|>1+"
+    for row, num_context in (
+        ({"prompt": "1+", "response": "1"}, 3), ({"text": "1+1"}, 1), ({"text": "<|user|>1+1"}, 1),
+    ):  # fmt: skip
+        (found,) = sft_rows(rows_file(tmp_path, row), starting, max_length=50)
+        assert spelled(starting, found.token_ids) == "<|user|>1+1<|end|>"
+        assert found.loss_mask.tolist() == [False] * num_context + [True] * (5 - num_context)
 
 
 def test_an_empty_prompt_does_not_train_on_the_first_token(tmp_path: Path, tokenizer: PreTrainedTokenizerBase):
@@ -216,9 +182,6 @@ def test_a_file_without_rows_is_refused(tmp_path: Path, tokenizer: PreTrainedTok
         sft_rows(path, tokenizer, max_length=8)
 
 
-CHAT = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
-
-
 def write_in(form: str, directory: Path, rows: list[dict[str, Any]]) -> Path:
     path = directory / f"rows{form}"
     match form:
@@ -235,19 +198,6 @@ def write_in(form: str, directory: Path, rows: list[dict[str, Any]]) -> Path:
         case _:
             datasets.Dataset.from_list(rows).save_to_disk(path)
     return path
-
-
-@pytest.mark.parametrize("form", [".parquet", ".csv", ".json", "_saved"])
-@pytest.mark.parametrize("row", [{"prompt": "1+1=", "response": "2"}, {"messages": CHAT}])
-def test_every_form_of_a_dataset_gives_the_rows_of_jsonl(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, form: str, row: dict[str, Any]
-):
-    (expected,) = sft_rows(rows_file(tmp_path, row), tokenizer, max_length=50)
-    (found,) = sft_rows(write_in(form, tmp_path, [row]), tokenizer, max_length=50)
-    assert (found.token_ids.tolist(), found.loss_mask.tolist()) == (
-        expected.token_ids.tolist(),
-        expected.loss_mask.tolist(),
-    )
 
 
 def test_a_bad_row_of_a_table_is_named_by_its_number(tmp_path: Path, tokenizer: PreTrainedTokenizerBase):
@@ -267,7 +217,7 @@ def test_the_template_gets_its_arguments_and_the_tools_of_the_run_or_of_the_row(
 ):
     kept, tokenizer.chat_template = tokenizer.chat_template, TOOL_TEMPLATE
     arguments = {"tools": [{"name": "x"}]}
-    path = rows_file(tmp_path, {"messages": CHAT}, {"messages": CHAT, "tools": [{"name": "yy"}]})
+    path = rows_file(tmp_path, {"messages": [ASK, SAY]}, {"messages": [ASK, SAY], "tools": [{"name": "yy"}]})
     try:
         rows = sft_rows(path, tokenizer, max_length=50, arguments=arguments)
         assert [spelled(tokenizer, row.token_ids) for row in rows] == ["x1+1.2.<|end|>", "yy1+1.2.<|end|>"]

@@ -14,7 +14,7 @@ from async_rl.errors import DataError
 from async_rl.extensions.offline.rows import RowEncoder
 from tests.data.public_templates import cases
 from tests.extensions.offline.read import scored_pairs
-from tests.extensions.offline.test_public_templates import ASKED, encoder_of, prepared, spelled, trained
+from tests.extensions.offline.test_public_templates import ANSWERED, ASKED, encoder_of, prepared, spelled, trained
 from tests.extensions.offline.test_sft_rows import rows_file
 
 AS_TOKEN = DataConfig(special_tokens_in_content="token").template_arguments
@@ -46,11 +46,10 @@ def test_an_answer_that_names_a_mark_is_trained_whole_and_ends_once(name: str):
             text, trained_text = spelled(tokenizer, one.token_ids), trained(name, one)
             assert text.replace(mark, "so") == spelled(tokenizer, other.token_ids).replace(mark, "so")
             assert trained_text.replace(mark, "so") == trained(name, other).replace(mark, "so")
-            # The same end tokens at the same places of the text, trained and not.
-            for ids, others in ((one.token_ids, other.token_ids), (one.token_ids[one.loss_mask],
-                                                                   other.token_ids[other.loss_mask])):  # fmt: skip
-                ended = [[int(token) for token in given if int(token) in ends.ids] for given in (ids, others)]
-                assert ended[0] == ended[1], mark
+            # The same end tokens, trained and not.
+            for mask, other_mask in ((slice(None), slice(None)), (one.loss_mask, other.loss_mask)):
+                ids, others = one.token_ids[mask].tolist(), other.token_ids[other_mask].tolist()
+                assert [t for t in ids if t in ends.ids] == [t for t in others if t in ends.ids], mark
         assert any(said in trained(name, one) for one in found)
 
 
@@ -79,26 +78,22 @@ def test_an_end_mark_behind_an_answer_is_trained_as_before(content: str):
     )
 
 
-def test_what_the_template_marks_as_the_models_own_is_found_behind_a_spelled_token():
-    tokenizer, ends = prepared("qwen2_5")
-    kept = tokenizer.chat_template
-    tokenizer.chat_template = (
+def test_what_the_template_marks_as_the_models_own_is_found_behind_a_spelled_token(monkeypatch: pytest.MonkeyPatch):
+    tokenizer = prepared("qwen2_5")[0]
+    marked = (
         "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}Well, "
         "{% generation %}{{ m['content'] }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n"
         "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     chat = [{"role": "user", "content": "<|im_end|>?"}, {"role": "assistant", "content": "<|im_end|> it is"}]
-    try:
-        encoder = RowEncoder(tokenizer, {}, max_length=1000, section="sft", ends=ends)
-        (sequence,) = encoder.encode_turns(0, [], chat, "row")
-    finally:
-        tokenizer.chat_template = kept
-    assert spelled(tokenizer, sequence.token_ids[sequence.loss_mask]) == "<|im_end|> it is<|im_end|>"
-    assert sequence.token_ids.tolist().count(tokenizer.eos_token_id) == 2
+    monkeypatch.setattr(tokenizer, "chat_template", marked)
+    (sequence,) = encoder_of("qwen2_5").encode_turns(0, [], [*chat, *chat], "row")
+    assert spelled(tokenizer, sequence.token_ids[sequence.loss_mask]) == "<|im_end|> it is<|im_end|>" * 2
+    assert sequence.token_ids.tolist().count(tokenizer.eos_token_id) == 4
 
 
 def test_plain_text_keeps_its_tokens():
-    (sequence,) = [encoder_of("qwen2_5").encode(0, "a<|im_end|>", "b", "row")]
+    sequence = encoder_of("qwen2_5").encode(0, "a<|im_end|>", "b", "row")
     assert sequence.token_ids.tolist().count(prepared("qwen2_5")[0].eos_token_id) == 2
 
 
@@ -112,15 +107,9 @@ def test_pairs_for_reward_models_have_the_setting_of_the_run(tmp_path: Path):
     assert ends == [3, 4]  # system, user and answer, and the spelled one
 
 
-def test_a_row_that_the_template_hides_in_is_refused_with_its_place(tmp_path: Path):
-    tokenizer: Any = prepared("qwen2_5")[0]
-    kept = tokenizer.chat_template
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content | replace('<|im_end|>', '') }}<|im_end|>{% endfor %}"
-    try:
-        encoder = RowEncoder(tokenizer, {}, max_length=1000, section="sft")
-        with pytest.raises(DataError, match=r"^rows:1: .*does not look for it.*special_tokens_in_content"):
-            encoder.encode_turns(
-                0, [], [{"role": "user", "content": "<|im_end|>"}, ASKED | {"role": "assistant"}], "rows:1"
-            )
-    finally:
-        tokenizer.chat_template = kept
+def test_a_row_that_the_template_hides_in_is_refused_with_its_place(monkeypatch: pytest.MonkeyPatch):
+    template = "{% for m in messages %}{{ m.content | replace('<|im_end|>', '') }}<|im_end|>{% endfor %}"
+    monkeypatch.setattr(prepared("qwen2_5")[0], "chat_template", template)
+    chat = [{"role": "user", "content": "<|im_end|>"}, ANSWERED]
+    with pytest.raises(DataError, match=r"^rows:1: .*does not look for it.*special_tokens_in_content"):
+        encoder_of("qwen2_5").encode_turns(0, [], chat, "rows:1")

@@ -9,16 +9,7 @@ import torch
 
 from async_rl.extensions.offline.sft import SupervisedObjective
 from async_rl.learner.losses.batch import TokenLogprobs
-from async_rl.learner.losses.objective import update_stats
-from tests.learner.losses.test_objective import STEPPED, a_batch
-
-
-def test_supervised_sums_have_no_rows_of_lags():
-    batch, scored = a_batch([1.0, 1.0])
-    result = SupervisedObjective()(batch, scored, version=0)
-    stats = update_stats(result.sums, 0.0, [], STEPPED, objective=SupervisedObjective())
-    assert (stats.loss, stats.tokens_trained, stats.entropy, stats.mismatch_kl) == (1.0, 2, 0.5, {})
-    assert SupervisedObjective().why_skip(result.sums) == ""
+from tests.learner.losses.test_objective import a_batch
 
 
 def test_supervised_training_counts_every_token_once():
