@@ -33,19 +33,29 @@ def init(*arguments: str) -> None:
     assert not leaving.value.code
 
 
-def test_the_columns_and_the_reward_are_found_in_the_data(capsys: pytest.CaptureFixture[str]):
-    init("--model", "some/model", "--data", "sums.csv", "--gpus", "0")
+SUMS = ("--model", "m", "--data", "sums.csv", "--gpus", "0")
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """What is answered to each question of ``init`` in a terminal, by the question's first word, in this order."""
+    found: dict[str, list[str]] = {}
+    monkeypatch.setattr(init_module, "_is_terminal", lambda: True)
+    monkeypatch.setattr(init_module.typer, "prompt", lambda question, **_: found[question.split()[0]].pop(0))
+    return found
+
+
+def test_the_columns_and_the_reward_are_found_in_the_data_and_every_key_has_a_comment(
+    capsys: pytest.CaptureFixture[str],
+):
+    init(*SUMS, "--eval", "sums.csv")
     config = load_config("run.toml")
-    assert (config.model.path, config.data.train, config.reward.type) == ("some/model", "sums.csv", "boxed")
+    assert (config.model.path, config.data.train, config.reward.type) == ("m", "sums.csv", "boxed")
     assert config.data.columns == {"prompt": "question", "gt_answer": "answer"}
     assert config.run.dir == "runs/run"
     said = capsys.readouterr().out
     assert "wrote run.toml" in said
     assert "async-rl doctor run.toml" in said
-
-
-def test_every_key_has_a_comment():
-    init("--model", "m", "--data", "sums.csv", "--eval", "sums.csv", "--reward", "own", "--gpus", "4")
     lines = Path("run.toml").read_text().splitlines()
     keys = [number for number, line in enumerate(lines) if " = " in line and not line.startswith("#")]
     assert len(keys) > 15
@@ -71,19 +81,15 @@ def test_the_gpus_are_divided_between_learner_and_generators(
 
 
 @pytest.mark.parametrize(("size", "lr"), [(1 << 20, 2e-5), ((40 << 20) + 1, 1e-5), (538 << 20, 1e-5), (1 << 30, 1e-6)])
-def test_a_model_of_few_weights_gets_a_learning_rate_that_moves_it(size: int, lr: float):
+def test_a_model_gets_a_learning_rate_that_moves_its_weights_and_lengths_that_fit(size: int, lr: float):
     Path("model").mkdir()
     with Path("model/model.safetensors").open("wb") as file:
         file.truncate(size)
-    init("--model", "model", "--data", "sums.csv", "--gpus", "0")
-    assert load_config("run.toml").optimizer.lr == lr
-
-
-def test_rows_with_tests_get_the_code_reward():
-    row = {"prompt": "Add.", "test_cases": {"inputs": ["1 2"], "outputs": ["3"]}}
-    Path("code.jsonl").write_text(json.dumps(row) + "\n")
-    init("--model", "m", "--data", "code.jsonl", "--gpus", "0")
-    assert load_config("run.toml").reward.type == "code"
+    Path("model/config.json").write_text(json.dumps({"max_position_embeddings": 65}))
+    init("--model", "model", *SUMS[2:])
+    config = load_config("run.toml")
+    assert config.optimizer.lr == lr
+    assert (config.sampling.max_prompt_tokens, config.sampling.max_new_tokens) == (32, 33), "they fit the context"
 
 
 @pytest.mark.parametrize(
@@ -105,18 +111,31 @@ def test_rows_of_another_command_get_a_note(
     assert ("note: the rows of rows.jsonl" in said) == (commands is not None)
 
 
-def test_whole_solutions_get_an_own_reward_which_is_never_replaced(capsys: pytest.CaptureFixture[str]):
-    Path("gsm.jsonl").write_text(json.dumps({"question": "q", "answer": "2 + 2 = 4\n#### 4"}) + "\n")
-    init("--model", "m", "--data", "gsm.jsonl", "--gpus", "0")
-    config = load_config("run.toml")
-    assert config.reward.type == "reward.py:score"
-    assert config.generator.allow_code == ("reward.py",)
+@pytest.mark.parametrize(
+    ("row", "reward"),
+    [
+        ({"prompt": "Add.", "test_cases": {"inputs": ["1 2"], "outputs": ["3"]}}, "code"),
+        ({"question": "q", "answer": "2 + 2 = 4\n#### 4"}, "reward.py:score"),
+        ({"question": "q", "answer": "so it is \\boxed{4}"}, "reward.py:score"),
+        ({"question": "q", "answer": "two lines:\n4"}, "reward.py:score"),
+        ({"prompt": "Write a short poem."}, "reward.py:score"),
+    ],
+)
+def test_the_reward_follows_from_the_rows(row: dict[str, object], reward: str, capsys: pytest.CaptureFixture[str]):
+    Path("rows.jsonl").write_text(json.dumps(row) + "\n")
+    init("--model", "m", "--data", "rows.jsonl", "--gpus", "0")
+    assert load_config("run.toml").reward.type == reward
+    if "answer" in row:
+        init("two.toml", "--model", "m", "--data", "rows.jsonl", "--gpus", "0", "--reward", "boxed")
+        assert "seems to have whole solutions" in capsys.readouterr().err
+
+
+def test_an_own_reward_is_allowed_and_never_replaced(capsys: pytest.CaptureFixture[str]):
     Path("reward.py").write_text("mine")
-    init("two.toml", "--model", "m", "--data", "gsm.jsonl", "--gpus", "0")
+    init(*SUMS, "--reward", "own")
+    assert load_config("run.toml").generator.allow_code == ("reward.py",)
     assert Path("reward.py").read_text() == "mine"
     assert "reward.py exists and stays as it is" in capsys.readouterr().out
-    init("three.toml", "--model", "m", "--data", "gsm.jsonl", "--gpus", "0", "--reward", "boxed")
-    assert "seems to have whole solutions" in capsys.readouterr().err
 
 
 def own_score(text: str, reward_data: dict[str, Any]) -> float:
@@ -124,36 +143,25 @@ def own_score(text: str, reward_data: dict[str, Any]) -> float:
     return runpy.run_path("reward.py")["score"](RewardInput(text, reward_data, 8, 128, "stop"))
 
 
-def test_the_own_reward_finds_the_right_answer_in_the_text():
-    init("--model", "m", "--data", "sums.csv", "--reward", "own", "--gpus", "0")
-    assert own_score("it is 3", {"gt_answer": " 3 "}) == 1.0
-    assert own_score("it is 4", {"gt_answer": "3"}) == 0.0
-    assert own_score("it is 4", {"gt_answer": " "}) == 0.0
-
-
-def test_without_an_answer_column_the_own_reward_scores_nothing_until_it_is_written(
+def test_the_own_reward_finds_the_right_answer_in_the_text_and_says_that_long_ones_lose(
     capsys: pytest.CaptureFixture[str],
 ):
+    init(*SUMS, "--reward", "own")
+    assert [own_score(text, {"gt_answer": " 3 "}) for text in ("it is 3", "it is 4")] == [1.0, 0.0]
+    assert own_score("it is 4", {"gt_answer": " "}) == 0.0
+    assert "With reward.soft_overlong = true, long answers lose up to 1" in Path("reward.py").read_text()
+    assert load_config("run.toml").reward.soft_overlong
+    # Without an answer column it scores nothing until it is written.
+    Path("reward.py").unlink()
     Path("poems.jsonl").write_text(json.dumps({"prompt": "Write a short poem."}) + "\n")
-    init("--model", "m", "--data", "poems.jsonl", "--gpus", "0")
-    assert load_config("run.toml").reward.type == "reward.py:score"
+    init("poems.toml", "--model", "m", "--data", "poems.jsonl", "--gpus", "0")
     with pytest.raises(NotImplementedError, match=r"write here how good item\.text is"):
         own_score("any text", {})
     assert "reward.py: write its function score" in capsys.readouterr().out
 
 
-def test_config_and_own_reward_say_that_long_answers_lose_reward():
-    init("--model", "m", "--data", "sums.csv", "--reward", "own", "--gpus", "0")
-    assert (
-        "With reward.soft_overlong = true, long answers lose up to 1 of this reward." in Path("reward.py").read_text()
-    )
-    config = Path("run.toml").read_text()
-    assert "Whether long answers lose reward, also with your own reward" in config
-    assert "\nsoft_overlong = true\n" in config
-
-
 def test_without_evaluation_data_the_config_says_how_to_add_some():
-    init("--model", "m", "--data", "sums.csv", "--gpus", "0")
+    init(*SUMS)
     text = Path("run.toml").read_text()
     assert "eval" not in tomllib.loads(text)
     head, _, commented = text.rpartition("# [data.eval]\n")
@@ -165,7 +173,7 @@ def test_without_evaluation_data_the_config_says_how_to_add_some():
 @pytest.mark.parametrize("num_bytes", [100, 1000])
 def test_a_full_disk_leaves_no_half_written_pair(num_bytes: int, folder: Path, capsys: pytest.CaptureFixture[str]):
     # 100 bytes cut reward.py. 1000 bytes hold it and cut the config.
-    arguments = ("--model", "m", "--data", "sums.csv", "--reward", "own", "--gpus", "0")
+    arguments = (*SUMS, "--reward", "own")
     with file_size_limit(num_bytes):
         assert "can't write" in refusal(capsys, "init", *arguments)
     assert [path.name for path in folder.iterdir()] == ["sums.csv"]
@@ -176,20 +184,10 @@ def test_a_full_disk_leaves_no_half_written_pair(num_bytes: int, folder: Path, c
 def test_a_failed_write_leaves_the_users_reward(folder: Path, capsys: pytest.CaptureFixture[str]):
     Path("reward.py").write_text("mine")
     Path("run.toml").symlink_to(folder / "nowhere" / "run.toml")
-    said = refusal(capsys, "init", "--model", "m", "--data", "sums.csv", "--reward", "own", "--gpus", "0")
+    said = refusal(capsys, "init", *SUMS, "--reward", "own")
     assert "can't write run.toml: File exists" in said
     assert Path("reward.py").read_text() == "mine"
     assert Path("run.toml").is_symlink()
-
-
-def test_the_data_are_read_once(monkeypatch: pytest.MonkeyPatch):
-    opened: list[str] = []
-    source = init_module.Source
-    monkeypatch.setattr(init_module, "Source", lambda name: opened.append(name) or source(name))
-    monkeypatch.setattr(init_module, "_is_terminal", lambda: True)
-    monkeypatch.setattr(init_module.typer, "prompt", lambda _, **options: options["default"] or "sums.csv")
-    init("--data", "sums.csv", "--reward", "exact", "--eval", "", "--gpus", "0")
-    assert opened == ["sums.csv"]
 
 
 @pytest.mark.parametrize(
@@ -198,13 +196,10 @@ def test_the_data_are_read_once(monkeypatch: pytest.MonkeyPatch):
         (["--data", "sums.csv"], "--model: expected a value, got none; pass it, or run"),
         (["--model", "m"], "--data: expected a value"),
         (["--model", "m", "--data", "nothing.csv"], "no dataset at nothing.csv"),
-        (
-            ["--model", "m", "--data", "sums.csv", "--answer-column", "x"],
-            "--answer-column: expected a column of sums.csv",
-        ),
-        (["--model", "m", "--data", "sums.csv", "--reward", "code"], "expected a column test_cases in sums.csv"),
-        (["--model", "m", "--data", "sums.csv", "--reward", "boxing"], "reward.type: expected"),
-        (["no/such/run.toml", "--model", "m", "--data", "sums.csv"], "expected a directory for no/such/run.toml"),
+        ([*SUMS, "--answer-column", "x"], "--answer-column: expected a column of sums.csv"),
+        ([*SUMS, "--reward", "code"], "expected a column test_cases in sums.csv"),
+        ([*SUMS, "--reward", "boxing"], "reward.type: expected"),
+        (["no/such/run.toml", *SUMS], "expected a directory for no/such/run.toml"),
         (["--model", "m", "--data", "empty.jsonl"], "expected at least one row in empty.jsonl"),
     ],
 )
@@ -224,29 +219,23 @@ def test_an_existing_config_is_never_replaced(capsys: pytest.CaptureFixture[str]
 
 
 def test_a_terminal_is_asked_for_what_the_options_leave_open(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    answers: dict[str, list[str]], capsys: pytest.CaptureFixture[str]
 ):
-    asked: list[str] = []
-    answers = {"Model": "some/model", "Training": "sums.csv", "Reward": "exact", "Evaluation": "", "GPUs": "2"}
-
-    def answer(question: str, **_: object) -> str:
-        asked.append(question)
-        return answers[question.split()[0]]
-
-    monkeypatch.setattr(init_module, "_is_terminal", lambda: True)
-    monkeypatch.setattr(init_module.typer, "prompt", answer)
-    init()
-    assert [question.split()[0] for question in asked] == ["Model", "Training", "Reward", "Evaluation", "GPUs"]
+    answers |= {"Training": ["sums.csv"], "Reward": ["exact"], "Evaluation": [""], "GPUs": ["2"]}
+    init("--model", "m")
+    assert not any(answers.values())
     assert load_config("run.toml").reward.type == "exact"
     assert '  question: "What is 1+2?"' in capsys.readouterr().err
+    init("two.toml", "--model", "m", "--data", "sums.csv")  # model and data are enough: it asks nothing
+    assert load_config("two.toml").reward.type == "boxed"
 
 
 def test_a_wrong_answer_in_a_terminal_is_asked_for_again(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, answers: dict[str, list[str]], capsys: pytest.CaptureFixture[str]
 ):
     (folder / "models").mkdir()
     (folder / "rows.jsonl").write_text('{"puzzle": "1+1", "solution_number": 2}\n')
-    answers = {
+    answers |= {
         "Model": ["models/none", "models", "some/model"],
         "Training": ["nothing.csv", "rows.jsonl"],
         "Column": ["question", "puzzle"],
@@ -254,8 +243,6 @@ def test_a_wrong_answer_in_a_terminal_is_asked_for_again(
         "Evaluation": ["nothing.csv", "rows.jsonl"],
         "GPUs": ["two", "0"],
     }
-    monkeypatch.setattr(init_module, "_is_terminal", lambda: True)
-    monkeypatch.setattr(init_module.typer, "prompt", lambda question, **_: answers[question.split()[0]].pop(0))
     init()
     assert not any(answers.values())
     said = capsys.readouterr().err
@@ -272,21 +259,6 @@ def test_a_wrong_answer_in_a_terminal_is_asked_for_again(
     config = load_config("run.toml")
     assert (config.model.path, config.reward.type, config.generator.count) == ("some/model", "reward.py:score", 1)
     assert config.data.columns == {"prompt": "puzzle"}
-
-
-def test_a_model_with_a_short_context_gets_lengths_that_fit(folder: Path):
-    (folder / "model").mkdir()
-    (folder / "model" / "config.json").write_text(json.dumps({"max_position_embeddings": 65}))
-    init("--model", "model", "--data", "sums.csv", "--gpus", "0")
-    sampling = load_config("run.toml").sampling
-    assert (sampling.max_prompt_tokens, sampling.max_new_tokens) == (32, 33)
-
-
-def test_a_terminal_is_asked_nothing_if_model_and_data_are_given(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(init_module, "_is_terminal", lambda: True)
-    monkeypatch.setattr(init_module.typer, "prompt", lambda *_, **__: pytest.fail("asked"))
-    init("--model", "m", "--data", "sums.csv")
-    assert load_config("run.toml").reward.type == "boxed"
 
 
 def test_the_first_prompt_of_a_local_model_fits(folder: Path, capsys: pytest.CaptureFixture[str]):
@@ -306,18 +278,7 @@ def test_the_first_prompt_of_a_local_model_fits(folder: Path, capsys: pytest.Cap
 @pytest.mark.slow
 def test_doctor_passes_what_init_writes(folder: Path, capsys: pytest.CaptureFixture[str]):
     task = write_tiny_task(folder)
-    init(
-        "--model", task["model"], "--data", task["train"], "--eval", task["held_out"], "--reward", "own", "--gpus", "0"
-    )
+    init("--model", task["model"], "--data", task["train"], "--eval", task["held_out"], "--reward", "own")
     with pytest.raises(SystemExit) as leaving:
         main(["doctor", "run.toml"])
     assert not leaving.value.code, capsys.readouterr().out
-
-
-@pytest.mark.parametrize("answer", ["so it is \\boxed{4}", "2+2=4 #### 4", "two lines:\n4"])
-def test_a_whole_solution_gets_an_own_reward_and_a_note(answer: str, capsys: pytest.CaptureFixture[str]):
-    Path("solutions.jsonl").write_text(json.dumps({"question": "2+2?", "answer": answer}) + "\n")
-    init("--model", "m", "--data", "solutions.jsonl", "--gpus", "0")
-    assert load_config("run.toml").reward.type == "reward.py:score"
-    init("boxed.toml", "--model", "m", "--data", "solutions.jsonl", "--gpus", "0", "--reward", "boxed")
-    assert "whole solutions" in capsys.readouterr().err
