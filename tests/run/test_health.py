@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from async_rl.run.figures.health import CAUSES, KEYS, Health, Note
+from async_rl.run.figures.health import Health, Note
 from async_rl.run.figures.progress import is_step_row
 from async_rl.run.records.step_log import Row
-from tests.run.health_runs import HEALTHY, SET_ON, SICK, load
+from tests.run.health_runs import HEALTHY, SICK, load
 
 GOOD: dict[str, float] = {
     "tokens/trained": 900.0, "lr": 1e-5, "accuracy/mean": 0.4, "entropy": 0.4, "grad_norm": 0.5, "staleness/mean": 3.0,
@@ -57,17 +57,6 @@ def test_every_cause_is_noted_by_the_third_step_that_shows_it_and_once(cause: st
     assert len(notes_of(good_then(1, **figures))) == suffices, "one bad step is no collapse"
 
 
-def test_all_causes_are_in_the_test_above():
-    # "worse" takes more steps. Its tests are below, and in test_decline.py.
-    assert {cause.name for cause in CAUSES} - {"worse"} == {
-        "samples", "engines", "certain", "random", "gradient", "reversed", "no_gradient"
-    }  # fmt: skip
-
-
-def test_all_metrics_that_the_checks_need_are_read():
-    assert {sign.key for cause in CAUSES for sign in cause.signs} <= set(KEYS)
-
-
 def test_answers_that_have_become_worse_are_noted_once():
     good = [a_row(step, {"accuracy__received": 0.5}) for step in range(1, 17)]
     bad = [a_row(step, {"accuracy__received": 0.2, "lr": 3e-4}) for step in range(17, 60)]
@@ -75,7 +64,7 @@ def test_answers_that_have_become_worse_are_noted_once():
     (note,) = notes_of([*good, *bad])
     assert note.cause == "worse"
     assert note.step == 20, "the mean of steps 13 to 20 is 0.35"
-    assert note.finding == ("the answers have become worse: accuracy 50 % -> 35 % (means of steps 1 to 8 and 13 to 20)")
+    assert "accuracy 50 % -> 35 % (means of steps 1 to 8 and 13 to 20)" in note.finding
     assert "Lower optimizer.lr (now 0.0003)" in note.remedy
     assert not note.is_collapse
 
@@ -88,9 +77,7 @@ def test_evaluations_tell_that_the_answers_have_become_worse():
     health = Health([evaluation(0, 0.3), *rows[:10], evaluation(10, 0.4), *rows[10:]])
     assert health.notes == []
     (note,) = health.add(evaluation(20, 0.2))
-    assert note.text.startswith(
-        "step 20: the answers have become worse: accuracy 40 % -> 20 % (evaluations on math at steps 10 and 20). "
-    )
+    assert "accuracy 40 % -> 20 % (evaluations on math at steps 10 and 20). " in note.text
     assert health.add(evaluation(21, 0.1)) == []
     # The run goes back to step 9, and evaluates again.
     assert health.add(a_row(10, {})) == []
@@ -120,7 +107,6 @@ def test_steps_that_can_not_be_compared_say_nothing_about_the_answers():
         {"grad_norm": 0.0, "tokens__trained": 0},
         # More answers are right: certainty, no gradient and a larger one are what learning looks like.
         {"entropy": 0.001, "accuracy__mean": 0.46},
-        {"entropy": 1.3, "accuracy__mean": 0.46},
         {"grad_norm": 0.0, "accuracy__mean": 1.0},
         {"grad_norm": 11.0, "accuracy__mean": 0.8},
         # A student that imitates a teacher takes on the teacher's entropy.
@@ -134,44 +120,29 @@ def test_what_is_within_the_limits_draws_no_note(figures: dict[str, Any]):
 def test_a_note_has_the_course_of_each_metric_and_what_to_change():
     rows = good_then(0)
     rows += [a_row(11, {"ratio__kl": 0.3, "lr": 3e-4}), a_row(12, {"ratio__kl": 36.0, "ratio__ess": 0.004, "lr": 3e-4})]
-    assert [note.text for note in notes_of(rows)] == [
-        "step 12: the policy has left the samples that it trains on: effective sample size 0.98 -> 0.004 within "
-        "one step, KL to the sampling policy 0.001 -> 36 nats within 2 steps. Lower optimizer.lr (now 0.0003) or "
-        "queue.max_staleness (the data is 3.0 versions old), or choose a loss.preset that corrects more; launch --from "
-        "RUN@STEP goes on from an earlier checkpoint"
-    ]
-
-
-@pytest.mark.parametrize(
-    ("figures", "said"),
-    [
-        (
-            {"staleness__in_queue_mean": 2.5},
-            '0.5 from sampling answers, 2.5 from running ahead), set queue.run_ahead = "auto", or choose',
-        ),
-        (  # paced already
-            {"staleness__in_queue_mean": 2.5, "queue__run_ahead_limit": 20},
-            "0.5 from sampling answers, 2.5 from running ahead), or choose",
-        ),
-        (  # no more than a paced run has
-            {"staleness__in_queue_mean": 1.5},
-            "1.5 from sampling answers, 1.5 from running ahead), or choose",
-        ),
-    ],
-)
-def test_the_note_on_old_data_says_how_much_of_the_age_is_running_ahead(figures: dict[str, Any], said: str):
-    (note,) = notes_of(good_then(20, ratio__kl=0.21, **figures))
-    assert f"queue.max_staleness (the data is 3.0 versions old: {said}" in note.remedy
-
-
-def test_what_follows_a_collapse_refers_to_its_note():
+    (note,) = notes_of(rows)
+    assert (
+        "effective sample size 0.98 -> 0.004 within one step, KL to the sampling policy 0.001 -> 36 nats" in note.text
+    )
+    assert "Lower optimizer.lr (now 0.0003) or queue.max_staleness (the data is 3.0 versions old)" in note.text
+    # What follows a collapse refers to its note.
     rows = good_then(3, ratio__kl=1.0) + [a_row(step, {"entropy": 0.001}) for step in (14, 15)]
     first, second = notes_of(rows)
     assert (first.cause, second.cause) == ("samples", "certain")
-    assert second.text == (
-        "step 15: the policy has become certain of answers that are no better: entropy 0.4 -> 0.001 nats within "
-        "2 steps. The note of step 12 has the remedy"
-    )
+    assert second.text.endswith("The note of step 12 has the remedy")
+
+
+@pytest.mark.parametrize(
+    ("in_queue", "others", "said"),
+    [
+        (2.5, {}, 'set queue.run_ahead = "auto", or choose'),
+        (2.5, {"queue__run_ahead_limit": 20}, "or choose"),  # paced already
+        (1.5, {}, "or choose"),  # no more than a paced run has
+    ],
+)
+def test_the_note_on_old_data_says_how_much_of_the_age_is_running_ahead(in_queue: float, others: Any, said: str):
+    (note,) = notes_of(good_then(20, ratio__kl=0.21, staleness__in_queue_mean=in_queue, **others))
+    assert f"{3 - in_queue} from sampling answers, {in_queue} from running ahead), {said}" in note.remedy
 
 
 def test_a_run_that_is_sick_from_its_first_step_is_judged_without_a_beginning():
@@ -180,13 +151,6 @@ def test_a_run_that_is_sick_from_its_first_step_is_judged_without_a_beginning():
     for accuracy in (0.0, 1.0):
         notes = notes_of(good_then(5, num_good=0, grad_norm=0.0, accuracy__mean=accuracy))
         assert [(note.cause, note.step) for note in notes] == [("no_gradient", 3)]
-
-
-def test_engines_that_round_differently_from_the_beginning_set_a_higher_limit():
-    # KL 0.05 from the first step on, with an entropy of 0.4: the limit is 5 * 0.05.
-    rows = [a_row(step, {"ratio__kl": 0.05}) for step in range(1, 11)]
-    assert notes_of([*rows, *(a_row(step, {"ratio__kl": 0.24}) for step in range(11, 15))]) == []
-    assert notes_of([*rows, *(a_row(step, {"ratio__kl": 0.26}) for step in range(11, 15))]) != []
 
 
 def test_figures_that_are_missing_or_not_finite_say_nothing():
@@ -198,18 +162,13 @@ def test_figures_that_are_missing_or_not_finite_say_nothing():
 
 
 def test_a_resume_neither_repeats_nor_forgets_a_note():
-    rows = good_then(10, ratio__kl=1.0)
-    resumed = Health(rows)
+    resumed = Health(good_then(10, ratio__kl=1.0))
     assert [note.step for note in resumed.notes] == [12]
     assert resumed.add(a_row(21, {"ratio__kl": 1.0})) == []
-
-
-def test_a_resume_from_a_step_before_the_note_notes_what_happens_again():
-    health = Health(good_then(5, ratio__kl=1.0))
     # The learner goes on from step 9: what happened after it is trained again, first well and then badly.
-    assert health.add(a_row(10, {})) == []
-    assert health.notes == []
-    assert [note.step for step in (11, 12) for note in health.add(a_row(step, {"ratio__kl": 1.0}))] == [12]
+    assert resumed.add(a_row(10, {})) == []
+    assert resumed.notes == []
+    assert [note.step for step in (11, 12) for note in resumed.add(a_row(step, {"ratio__kl": 1.0}))] == [12]
 
 
 def test_a_collapse_counts_again_after_two_steps_of_a_resumed_run():
@@ -227,9 +186,7 @@ def test_a_collapse_counts_again_after_two_steps_of_a_resumed_run():
 
 
 def test_a_run_with_nothing_to_learn_is_not_stopped_as_collapsed():
-    health = Health(good_then(9, grad_norm=0.0))
-    assert [note.cause for note in health.notes] == ["no_gradient"]
-    assert health.collapse_after(0) is None
+    assert Health(good_then(9, grad_norm=0.0)).collapse_after(0) is None
 
 
 RUNS = load()
@@ -240,37 +197,14 @@ def test_a_healthy_run_draws_no_note(name: str):
     assert notes_of(RUNS[name]) == []
 
 
-def test_steps_with_ever_harder_prompts_would_look_like_worse_answers():
-    steps = [row for row in RUNS["harder_0"] if is_step_row(row)]
-    assert not any(row.get("accuracy/received") for row in [*steps, *RUNS["curriculum_1"]])
-    as_if_random = [{**row, "accuracy/received": row["accuracy/mean"]} for row in steps]
-    assert [note.cause for note in notes_of(as_if_random)] == ["worse"]
-
-
-def test_a_fall_is_noted_also_where_the_cause_is_not_known():
-    rows = [
-        {key: value for key, value in row.items() if key != "advantage/agreement"} for row in RUNS["negated_filtered_2"]
-    ]
-    assert [(note.cause, note.step) for note in notes_of(rows)] == [("worse", 40)]
-
-
-def test_the_limits_are_judged_on_as_many_healthy_runs_as_they_were_set_on():
-    assert set(SET_ON) < set(HEALTHY)
-    assert len(HEALTHY) - len(SET_ON) >= len(SET_ON)
-
-
 @pytest.mark.parametrize("name", SICK)
 def test_a_sick_run_is_named_where_the_metrics_show_it(name: str):
     run = SICK[name]
     notes = notes_of(RUNS[name])
-    assert [(note.cause, note.step) for note in notes[:1]] == ([(run.cause, run.step)] if run.cause else [])
-    assert run.cause or run.named_by, "somebody must name it"
-
-
-@pytest.mark.parametrize("name", [name for name, run in SICK.items() if run.cause in ("samples", "random")])
-def test_only_runs_that_collapse_are_stopped(name: str):
-    # A run that stops on collapse ends at the first note.
-    health = Health(row for row in RUNS[name] if is_step_row(row) and row["step"] <= SICK[name].step)
-    note = health.collapse_after(0)
-    assert note is not None
-    assert note.cause == SICK[name].cause
+    assert [(note.cause, note.step) for note in notes[:1]] == ([(run["cause"], run["step"])] if run["cause"] else [])
+    assert run["cause"] or run["named_by"], "somebody must name it"
+    if run["cause"] in ("samples", "random"):  # a run that stops on collapse ends at the first note
+        steps = (row for row in RUNS[name] if is_step_row(row) and row["step"] <= run["step"])
+        note = Health(steps).collapse_after(0)
+        assert note is not None
+        assert note.cause == run["cause"]
