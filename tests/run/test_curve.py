@@ -6,7 +6,6 @@ import math
 import os
 import subprocess
 import sys
-import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,9 +18,8 @@ from async_rl.config.config import Config
 from async_rl.config.loading import config_to_toml
 from async_rl.run.directory import RunDir
 from async_rl.run.figures import curve
-from async_rl.run.figures.curve import CurveUpdater, pause_after, write_curve
+from async_rl.run.figures.curve import CurveUpdater, write_curve
 from async_rl.run.lock import RunLock, acquire
-from async_rl.run.records.thinning import MAX_POINTS
 
 
 def some_rows(num_steps: int) -> list[dict[str, float]]:
@@ -31,18 +29,9 @@ def some_rows(num_steps: int) -> list[dict[str, float]]:
             rows.append({"step": step, "time_s": 3.0 * step, "eval/gsm8k/accuracy": 0.2 + 0.6 * step / num_steps})
         if step:
             accuracy = 0.2 + 0.6 * step / num_steps + 0.1 * math.sin(step * 7)
-            rows.append(
-                {
-                    "step": step,
-                    "version": step,
-                    "time_s": 3.0 * step,
-                    "tokens/trained": 100,
-                    "accuracy/mean": accuracy,
-                    "reward/mean": accuracy - 0.1,
-                    "staleness/mean": 1.0 + 0.5 * math.cos(step),
-                    "staleness/max": step % 5,
-                }
-            )
+            of_step = {"step": step, "version": step, "time_s": 3.0 * step, "tokens/trained": 100}
+            staleness = {"staleness/mean": 1.0 + 0.5 * math.cos(step), "staleness/max": step % 5}
+            rows.append({**of_step, **staleness, "accuracy/mean": accuracy, "reward/mean": accuracy - 0.1})
     return rows
 
 
@@ -61,6 +50,9 @@ def test_the_curve_is_a_picture_and_needs_no_display(tmp_path: Path, monkeypatch
     assert write_curve(RunDir(tmp_path))
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["curve.png", "metrics.jsonl"]
+    # Rounding errors alone get no logarithmic scale.
+    rows = [row | {"ratio/kl": 1e-14, "grad_norm": 0.0} for row in some_rows(20)]
+    assert {axes.get_yscale() for axes in curve.draw_figure(RunDir(tmp_path), rows).axes} == {"linear"}
 
 
 def test_a_home_that_cannot_be_written_is_not_spoken_of(tmp_path: Path):
@@ -68,15 +60,9 @@ def test_a_home_that_cannot_be_written_is_not_spoken_of(tmp_path: Path):
     environment = {name: value for name, value in os.environ.items() if name not in ("MPLCONFIGDIR", "XDG_CACHE_HOME")}
     environment |= {"HOME": "/dev/null", "XDG_CONFIG_HOME": "/dev/null", "TMPDIR": str(tmp_path)}
     script = "from async_rl.run.figures.curve import new_figure; new_figure(2, 2).savefig('figure.png')"
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=tmp_path,
-        env=environment | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout + done.stderr == ""
     assert [path.name for path in tmp_path.iterdir()] == ["figure.png"]  # its temporary directory is gone
 
@@ -104,25 +90,11 @@ def test_restarts_and_the_bound_are_marked_and_start_up_squashes_nothing(tmp_pat
     assert np.asarray(bound.get_ydata()).tolist() == [4] * 40 + [6] * 60
 
 
-def test_what_shows_a_collapse_has_a_panel_and_a_scale_that_shows_its_course(tmp_path: Path):
-    collapse = {"ratio/ess": 0.01, "ratio/kl": 36.0, "entropy": 0.02, "grad_norm": 50.0, "ratio/clip_high": 0.7}
-    healthy = {"ratio/ess": 1.0, "ratio/kl": 1e-3, "entropy": 2.0, "grad_norm": 0.5, "ratio/clip_high": 0.01}
-    rows = [row | (collapse if row["step"] > 60 else healthy) for row in some_rows(100)]
-    drawn = panels(curve.draw_figure(RunDir(tmp_path), rows))
-    scales = {title: axes.get_yscale() for title, axes in drawn.items()}
-    assert (scales["Effective sample size"], scales["Entropy"], scales["Clipped tokens"]) == ("linear",) * 3
-    assert (scales["KL to the sampling policy"], scales["Gradient norm"]) == ("log", "log")
-    assert drawn["KL to the sampling policy"].get_ylim()[0] <= 1e-3
-    assert "Turns" not in drawn, "a panel without values"
-
-
 def test_steps_without_a_gradient_are_marked_and_do_not_hide_the_scale_of_the_others(tmp_path: Path):
     # Every tenth step has no gradient. On a logarithmic scale a 0 would be drawn at the panel's lower end.
-    rows = [
-        {**row, "grad_norm": 0.0 if row["step"] % 10 == 0 else 0.5} if "version" in row else row
-        for row in some_rows(100)
-    ]
-    write_rows(tmp_path, rows)
+    write_rows(
+        tmp_path, [{**row, "grad_norm": 0.5 * (row["step"] % 10 > 0)} for row in some_rows(100) if "version" in row]
+    )
     panel = panels(curve.draw_figure(RunDir(tmp_path), curve.picture_rows(RunDir(tmp_path))))["Gradient norm"]
     marks = next(line for line in panel.get_lines() if line.get_label() == "0")
     assert np.asarray(marks.get_xdata()).tolist() == list(range(10, 101, 10))
@@ -130,30 +102,12 @@ def test_steps_without_a_gradient_are_marked_and_do_not_hide_the_scale_of_the_ot
     assert set(np.concatenate(drawn)) == {0.5}
 
 
-def test_rounding_errors_alone_get_no_logarithmic_scale(tmp_path: Path):
-    rows = [row | {"ratio/kl": 1e-14, "grad_norm": 0.0} for row in some_rows(20)]
-    write_rows(tmp_path, rows)
-    assert write_curve(RunDir(tmp_path))
-    assert {axes.get_yscale() for axes in curve.draw_figure(RunDir(tmp_path), rows).axes} == {"linear"}
-
-
-def test_a_directory_whose_name_looks_like_a_formula_has_a_curve(tmp_path: Path):
-    run_dir = tmp_path / "$x^{$"
-    run_dir.mkdir()
-    write_rows(run_dir, some_rows(2))
-    assert write_curve(RunDir(run_dir))
-
-
 def test_the_curve_of_an_evaluation_alone_is_drawn_and_of_nothing_is_not(tmp_path: Path):
-    assert not write_curve(RunDir(tmp_path))
-    write_rows(tmp_path, some_rows(100)[:1])
-    assert write_curve(RunDir(tmp_path))
-    assert os.listdir(tmp_path).count("curve.png") == 1
-
-
-def test_drawing_takes_at_most_two_percent_of_the_time_and_pauses_ten_seconds():
-    assert pause_after(1.2) == 60.0  # 1.2 of 61.2 s is 1.96 %
-    assert pause_after(0.1) == 10.0  # not 5
+    run_dir = RunDir(tmp_path / "$x^{$")  # which looks like a formula
+    run_dir.path.mkdir()
+    assert not write_curve(run_dir)
+    write_rows(run_dir.path, some_rows(100)[:1])
+    assert write_curve(run_dir)
 
 
 @pytest.fixture
@@ -169,21 +123,17 @@ def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(curve, name, 0.0)
 
 
-def test_the_curve_is_drawn_again_when_the_metrics_have_changed(
+def test_the_curve_is_drawn_again_after_a_pause_when_the_metrics_have_changed(
     tmp_path: Path, lock: RunLock, without_pauses: None, monkeypatch: pytest.MonkeyPatch
 ):
     drawn: list[RunDir] = []
     monkeypatch.setattr(curve, "write_curve", lambda run_dir, lock: drawn.append(run_dir))
     updater = CurveUpdater(RunDir(tmp_path), lock, lambda line: None)
-    for num_rows, num_drawings in ((3, 1), (3, 1), (4, 2)):
+    for num_rows, pause_s, num_drawings in ((3, 0.0, 1), (3, 0.0, 1), (4, 60.0, 2), (5, 60.0, 2)):
+        monkeypatch.setattr(curve, "MIN_PAUSE_S", pause_s)
         write_rows(tmp_path, some_rows(num_rows))
         updater.look()
         assert len(drawn) == num_drawings
-    monkeypatch.setattr(curve, "MIN_PAUSE_S", 60.0)
-    for num_rows in (5, 6):
-        write_rows(tmp_path, some_rows(num_rows))
-        updater.look()
-    assert len(drawn) == 3
 
 
 def test_a_picture_that_cant_be_written_is_reported_once_and_tried_again(
@@ -192,16 +142,14 @@ def test_a_picture_that_cant_be_written_is_reported_once_and_tried_again(
     (tmp_path / "curve.png").mkdir()  # nothing can be renamed to a directory
     notes: list[str] = []
     updater = CurveUpdater(RunDir(tmp_path), lock, notes.append)
-    for num_rows in (3, 4):
+    for num_rows in (3, 4, 5):
+        if num_rows == 5:
+            (tmp_path / "curve.png").rmdir()
         write_rows(tmp_path, some_rows(num_rows))
         updater.look()
-    (tmp_path / "curve.png").rmdir()
-    write_rows(tmp_path, some_rows(5))
-    updater.look()
     assert (tmp_path / "curve.png").is_file()
     (problem,) = notes
     assert "curve.png" in problem
-    assert "goes on" in problem
     assert not list(tmp_path.glob(".*partial"))
 
 
@@ -211,37 +159,6 @@ def test_no_curve_is_written_after_another_process_has_taken_over(tmp_path: Path
     assert not write_curve(RunDir(tmp_path), lock)
     assert not list(tmp_path.glob("*curve.png*"))
     newer.close()
-
-
-def test_the_picture_of_a_long_run_has_its_first_and_last_step_and_few_points(tmp_path: Path):
-    num_steps = 50_000
-    figures = {"tokens/trained": 1, "reward/mean": 0.5, "time/step_s": 1.0}
-    rows = [figures | {"step": step, "version": step, "time_s": 1.0 * step} for step in range(1, num_steps + 1)]
-    rows[29_999]["time/step_s"] = 70.0
-    write_rows(tmp_path, rows)
-    drawn = panels(curve.draw_figure(RunDir(tmp_path), curve.picture_rows(RunDir(tmp_path))))
-    pale, smooth = (np.asarray(line.get_xdata()).tolist() for line in drawn["Reward"].lines)
-    assert (pale[0], pale[-1], smooth[-1]) == (1, num_steps, num_steps)
-    assert len(pale) <= MAX_POINTS + 1
-    # The first step, 1,562 points of 32 steps and one of 15 are 1,564 points. A twentieth is 78 of them.
-    assert len(pale) - len(smooth) == 77
-    assert drawn["Seconds per step"].get_legend_handles_labels()[1][0] == "step; highest 70"
-
-
-def test_rows_are_read_one_by_one_so_that_a_picture_of_more_rows_needs_no_more_memory(tmp_path: Path):
-    figures = {f"metric/{number}": number + 0.5 for number in range(80)}
-    peaks: list[int] = []
-    for num_steps in (500, 2_000):  # 80 figures of 24 bytes, and their names: more than 5 kB a row
-        write_rows(
-            tmp_path, [{"step": step, "version": step, "time_s": 1.0} | figures for step in range(1, num_steps + 1)]
-        )
-        tracemalloc.start()
-        try:
-            assert curve.picture_rows(RunDir(tmp_path))
-            peaks.append(tracemalloc.get_traced_memory()[1])
-        finally:
-            tracemalloc.stop()
-    assert peaks[1] - peaks[0] < 1_500 * 1_000
 
 
 def test_no_drawing_leaves_a_figure_behind(tmp_path: Path, lock: RunLock):

@@ -23,9 +23,7 @@ def test_a_fall_of_the_mean_of_eight_steps_is_found_as_soon_as_it_is_large_enoug
     # of 0 are 0.02 * (7 + 4) / 15 = 0.0147, the error of the difference is sqrt(2 * 0.0147 / 8) = 0.061, and 0.5 are
     # eight of them.
     fall = first_fall([0.6, 0.4] * 4 + [0.0] * 8)
-    assert fall is not None
     assert fall == Fall(16, 0.5, 0.0, "means of steps 1 to 8 and 9 to 16")
-    assert fall.text == "accuracy 50 % -> 0 % (means of steps 1 to 8 and 9 to 16)"
     # 0.25 are half of 0.5, but only four errors.
     assert first_fall([0.6, 0.4] * 4 + [0.35, 0.15] * 4) is None
 
@@ -36,25 +34,6 @@ def test_a_fall_that_is_certain_but_small_is_none():
     fall = first_fall([0.5] * 16 + [0.37] * 64)
     assert fall is not None
     assert math.isclose(fall.before, 0.5)
-
-
-def test_what_was_learned_and_lost_again_is_a_fall():
-    random = Random(0)
-    rising = [0.3 + 0.4 * step / 60 + random.uniform(-0.1, 0.1) for step in range(60)]
-    falling = [0.7 - 0.4 * step / 60 + random.uniform(-0.1, 0.1) for step in range(60)]
-    assert first_fall(rising) is None
-    fall = first_fall(rising + falling)
-    assert fall is not None
-    assert fall.now > 0.3, "it is found before all is lost"
-
-
-def test_a_slow_fall_needs_a_longer_window():
-    # Steps of 0.6 and 0.4 in turn, which lose 0.0035 a step. Six errors are 0.42 for windows of 8, 0.3 for 16 and 0.21
-    # for 32. Windows of 16 differ by 84 * 0.0035 = 0.294 at most, and those of 32 by 68 * 0.0035 = 0.238.
-    falling = [0.5 + 0.1 * (-1) ** step - 0.0035 * step for step in range(100)]
-    fall = first_fall(falling)
-    assert fall is not None
-    assert fall.where.startswith("means of steps 1 to 32 and ")
 
 
 def test_chance_makes_no_fall():

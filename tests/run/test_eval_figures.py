@@ -20,40 +20,18 @@ from latex_answers import canonical_form
 
 
 def rollout(
-    accuracy: float,
-    answer: str | None = None,
-    *,
-    num_tokens: int = 2,
-    version: int = 4,
-    finish_reason: FinishReason = "stop",
-    reward: float | None = None,
-    turns: tuple[Turn, ...] = (),
-) -> Rollout:
+    accuracy: float, answer: str | None = "2", *, num_tokens: int = 2, version: int = 4,
+    finish_reason: FinishReason = "stop", reward: float | None = None, turns: tuple[Turn, ...] = (),
+) -> Rollout:  # fmt: skip
+    """One prompt token, then ``num_tokens`` sampled ones, ids 10, 11, ..."""
     sequence = TokenSequence(
-        token_ids=np.arange(1 + num_tokens, dtype=np.int32),
+        token_ids=np.arange(9, 10 + num_tokens, dtype=np.int32),
         loss_mask=np.array([False] + [True] * num_tokens),
         behavior_logprobs=np.zeros(1 + num_tokens, np.float32),
         versions=np.array([NO_VERSION] + [version] * num_tokens, np.int32),
     )
     parts = {"correct": accuracy if reward is None else reward}
     return Rollout((sequence,), parts, accuracy, finish_reason, answer, turns)
-
-
-@pytest.mark.parametrize(
-    ("num_samples", "num_correct", "k", "expected"),
-    [
-        (1, 0, 1, 0.0),
-        (1, 1, 1, 1.0),
-        (4, 1, 1, 1 / 4),  # k = 1 is plain accuracy
-        (4, 1, 2, 1 / 2),  # the right one is in 3 of the 6 pairs
-        (4, 2, 2, 5 / 6),  # 1 - the one wrong pair of 6
-        (5, 2, 3, 9 / 10),  # 1 - C(3,3)/C(5,3)
-        (4, 3, 2, 1.0),  # there is no pair of wrong ones
-        (4, 0, 4, 0.0),
-    ],
-)
-def test_pass_at_k_is_the_unbiased_estimate(num_samples: int, num_correct: int, k: int, expected: float):
-    assert pass_at_k(num_samples, num_correct, k) == pytest.approx(expected)
 
 
 @st.composite
@@ -69,80 +47,43 @@ def test_pass_at_k_is_the_share_of_all_choices_of_k_samples_that_hold_a_right_on
     assert pass_at_k(len(samples), sum(samples), k) == pytest.approx(float(Fraction(sum(choices), len(choices))))
 
 
-@pytest.mark.parametrize("k", [0, 3])
-def test_pass_at_k_refuses_a_k_beyond_the_samples(k: int):
-    with pytest.raises(ValueError, match="expected k between 1 and 2"):
-        pass_at_k(2, 1, k)
+def test_pass_at_k_refuses_a_k_beyond_the_samples():
+    for k in (0, 3):
+        with pytest.raises(ValueError, match="expected k between 1 and 2"):
+            pass_at_k(2, 1, k)
 
 
 @pytest.mark.parametrize(
     ("answers", "winner"),
     [
         (["2", "3", "3"], 1),
-        (["2", "3"], 0),  # a tie: the answer that was given first
-        (["3", "2", "2", "3"], 0),  # the same, two votes each
-        (["3", "2", "2"], 1),
+        (["3", "2", "2", "3"], 0),  # a tie: the answer that was given first
         (["1/2", "x", "0.50"], 0),  # equal numbers vote together, and are told by the first
         ([r"\frac{1}{2}", "7", r"\dfrac12", "7"], 0),
         (["Paris", "paris", "Rome"], 0),
         (["x+1", "1+x", "y", "y"], 2),  # equal, but not by sight: no verifier is asked
         ([None, None, "4"], 2),  # no answer, no vote
         ([None, None], None),
-        ([], None),
     ],
 )
 def test_a_majority_is_the_answer_with_most_votes_and_a_tie_goes_to_the_first(answers: list[Any], winner: int | None):
     assert majority(answers, canonical_form) == winner
 
 
-@given(st.lists(st.sampled_from(["1", "2", "3", None]), max_size=8))
-def test_a_majority_is_what_counting_by_hand_gives(answers: list[str | None]):
-    given_answers = [answer for answer in answers if answer is not None]
-    chosen = majority(answers, str.strip)
-    if not given_answers:
-        assert chosen is None
-        return
-    most = max(given_answers.count(answer) for answer in given_answers)
-    winners = [answer for answer in given_answers if given_answers.count(answer) == most]
-    assert chosen == answers.index(winners[0])
-
-
 def test_figures_are_means_over_answers_and_over_rows():
     # Right: 1 of 2, 0 of 2 -> accuracy 1/4, rows 1/2 and 0: standard error sqrt(((1/4)**2 * 2) / 1 / 2) = 1/4.
     # pass@1 = 1/4, pass@2 = 1/2. Majorities: "2" (a tie, given first, right) and "5" (wrong) -> 1/2. Best: 1, 0.
     # Rewards 1, -1, 0, 0.5 -> mean 1/8, best 1 and 0.5 -> 3/4. Lengths 2, 4, 6, 8 -> 5. One of four was cut.
+    cut = rollout(0.0, None, num_tokens=8, finish_reason="length", reward=0.5)
     rows = [
         [rollout(1.0, "2", num_tokens=2), rollout(0.0, "3", num_tokens=4, reward=-1.0)],
-        [
-            rollout(0.0, "5", num_tokens=6, version=7),
-            rollout(0.0, None, num_tokens=8, finish_reason="length", reward=0.5),
-        ],
+        [rollout(0.0, "5", num_tokens=6, version=7), cut],
     ]
     assert eval_figures(rows, vote_key=canonical_form) == {
-        "accuracy": 0.25,
-        "accuracy_se": 0.25,
-        "pass_at_1": 0.25,
-        "pass_at_2": 0.5,
-        "pass_at_k": 0.5,
-        "best_of_n": 0.5,
-        "reward_best_of_n": 0.75,
-        "majority_at_n": 0.5,
-        "rows": 2,
-        "unanswered": 0,
-        "samples": 2,
-        "reward": 0.125,
-        "length_mean": 5.0,
-        "truncated": 0.25,
-        "version_min": 4,
-        "version_max": 7,
-    }
-
-
-def test_pass_at_k_is_told_for_powers_of_two_and_for_all_answers():
-    # 6 answers, 2 right: 1/3, 1 - C(4,2)/C(6,2) = 3/5, 1 - C(4,4)/C(6,4) = 14/15, and 1 of all six.
-    found = eval_figures([[rollout(float(i < 2)) for i in range(6)]])
-    passes = {key: value for key, value in found.items() if key.startswith("pass_")}
-    assert passes == pytest.approx({"pass_at_1": 1 / 3, "pass_at_2": 3 / 5, "pass_at_4": 14 / 15, "pass_at_k": 1.0})
+        "accuracy": 0.25, "accuracy_se": 0.25, "pass_at_1": 0.25, "pass_at_2": 0.5, "pass_at_k": 0.5, "best_of_n": 0.5,
+        "reward_best_of_n": 0.75, "majority_at_n": 0.5, "rows": 2, "unanswered": 0, "samples": 2, "reward": 0.125,
+        "length_mean": 5.0, "truncated": 0.25, "version_min": 4, "version_max": 7,
+    }  # fmt: skip
 
 
 def test_a_row_without_an_answer_is_wrong_in_every_share_and_counted():
@@ -155,23 +96,23 @@ def test_a_row_without_an_answer_is_wrong_in_every_share_and_counted():
     assert found["majority_at_n"] == pytest.approx(1 / 3)
     assert (found["rows"], found["unanswered"]) == (3, 1)
     assert found["reward"] == 0.75
-
-
-def test_a_set_without_any_answer_is_all_wrong():
     assert eval_figures([[], []]) == {
         "accuracy": 0.0, "accuracy_se": 0.0, "pass_at_k": 0.0, "rows": 2, "unanswered": 2,
     }  # fmt: skip
     assert eval_figures([]) == {"rows": 0}
-
-
-def test_half_a_point_is_accuracy_but_does_not_solve_a_row():
+    # Half a point is accuracy, but does not solve a row.
     found = eval_figures([[rollout(0.5), rollout(0.25)]])
     assert (found["accuracy"], found["pass_at_k"], found["best_of_n"]) == (0.375, 0.0, 0.5)
+    # pass@k is told for powers of two and for all answers. 6, of which 2 are right: 1 - C(4,4)/C(6,4) = 14/15.
+    found = eval_figures([[rollout(float(i < 2)) for i in range(6)]])
+    assert found["pass_at_4"] == pytest.approx(14 / 15)
+    assert [key for key in found if key.startswith("pass_")] == ["pass_at_1", "pass_at_2", "pass_at_4", "pass_at_k"]
 
 
-def test_one_answer_a_row_has_no_best_and_no_majority():
+def test_one_answer_a_row_has_no_best_and_what_was_not_extracted_no_majority():
     found = eval_figures([[rollout(1.0, "1")]], vote_key=str.strip)
     assert not {"best_of_n", "majority_at_n", "reward_best_of_n", "accuracy_se"} & found.keys()
+    assert "majority_at_n" not in eval_figures([[rollout(1.0, None), rollout(0.0, None)]], vote_key=str.strip)
 
 
 def test_rollouts_of_several_turns_have_scores_and_failed_ones_are_counted():
@@ -205,12 +146,5 @@ def test_metrics_are_named_by_their_set_and_every_figure_is_explained():
     ],
 )
 def test_programs_do_not_vote_and_other_answers_vote_as_they_are_compared(reward: dict[str, Any], key: object):
-    assert vote_key_of(config(reward=reward)) is key
-
-
-def config(**sections: Any) -> Config:
-    return Config.model_validate({"run": {"dir": "r"}, "model": {"path": "m"}, **sections})
-
-
-def test_there_is_no_majority_where_nothing_was_extracted():
-    assert "majority_at_n" not in eval_figures([[rollout(1.0, None), rollout(0.0, None)]], vote_key=str.strip)
+    config = Config.model_validate({"run": {"dir": "r"}, "model": {"path": "m"}, "reward": reward})
+    assert vote_key_of(config) is key

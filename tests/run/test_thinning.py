@@ -12,27 +12,16 @@ def steps_of(rows: list[dict[str, Any]]) -> list[int]:
     return [row["step"] for row in rows]
 
 
-def test_few_rows_keep_their_figures_and_lose_the_ones_that_are_not_drawn():
-    rows = [{"step": step, "a": 0.5 * step, "b": 1.0} for step in range(1, 4)]
-    assert thinned(rows, {"a"}) == [{"step": step, "a": 0.5 * step} for step in range(1, 4)]
-
-
 def test_neighbours_are_merged_to_means_and_maxima_and_the_first_stays_alone():
-    rows = [{"step": step, "a": float(step), "a/max": float(-step)} for step in range(1, 8)]
+    rows = [{"step": step, "a": float(step), "a/max": float(-step), "not drawn": 1.0} for step in range(1, 8)]
+    rows[2]["b"], rows[3]["b"] = 3.0, None  # the mean is of those rows that have it
     # Steps 2 to 5 fill four points, which become 2 and 3, 4 and 5; then come 6 and 7.
-    assert thinned(rows, ("a", "a/max"), max_points=4) == [
+    assert thinned(rows, ("a", "a/max", "b"), max_points=4) == [
         {"step": 1, "a": 1.0, "a/max": -1.0},
-        {"step": 3, "a": 2.5, "a/max": -2.0},
+        {"step": 3, "a": 2.5, "a/max": -2.0, "b": 3.0},
         {"step": 5, "a": 4.5, "a/max": -4.0},
         {"step": 7, "a": 6.5, "a/max": -6.0},
     ]
-
-
-def test_a_figure_that_some_rows_lack_is_the_mean_of_those_that_have_it():
-    rows: list[dict[str, Any]] = [{"step": step, "a": 1.0} for step in range(1, 6)]
-    rows[2]["b"] = 3.0
-    rows[3]["b"] = None
-    assert [row.get("b") for row in thinned(rows, ("a", "b"), max_points=4)] == [None, 3.0, None]
 
 
 def test_evaluations_keep_the_first_and_the_newest_and_their_figures():
