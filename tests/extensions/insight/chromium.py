@@ -1,11 +1,10 @@
-"""Chromium without a window, driven over a pipe (the DevTools protocol): open a page, run JavaScript, take pictures.
+"""Chromium without a window, driven over a pipe (the DevTools protocol): open a page, run JavaScript.
 
 It needs no package, only the program.
 """
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import shutil
@@ -13,7 +12,6 @@ import signal
 import subprocess
 import tempfile
 from contextlib import suppress
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -28,8 +26,8 @@ def find_chromium() -> str | None:
 class Chromium:
     """One page in a browser of its own. Use it as a context manager."""
 
-    def __init__(self, program: str, *, width: int = 1280, height: int = 900, is_dark: bool = False) -> None:
-        self._program, self._size, self._is_dark = program, (width, height), is_dark
+    def __init__(self, program: str, *, width: int) -> None:
+        self._program, self._width = program, width
         self._profile = tempfile.mkdtemp(prefix="async-rl-chromium-")
         self._next_id, self._session, self._buffer = 0, "", b""
         self.errors: list[str] = []
@@ -55,12 +53,8 @@ class Chromium:
         self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
             self._call(f"{domain}.enable")
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if self._is_dark else "light"}
-        self._call("Emulation.setEmulatedMedia", features=[scheme])
-        width, height = self._size
-        self._call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
-        )
+        size = {"width": self._width, "height": 900, "deviceScaleFactor": 1, "mobile": self._width < 600}
+        self._call("Emulation.setDeviceMetricsOverride", **size)
         return self
 
     def __exit__(
@@ -79,18 +73,17 @@ class Chromium:
         os.close(self._output)
         shutil.rmtree(self._profile, ignore_errors=True)
 
-    def open(self, address: str) -> float:
-        """Open a page. Return the milliseconds until its script said that it is ready (``data-ready``).
+    def open(self, address: str) -> None:
+        """Open a page, and wait until its script says that it is ready (``data-ready``).
 
         What it draws by the width of its boxes is there, too: a browser measures them once before each frame.
         """
         self._call("Page.navigate", url=address)
-        ready_ms = self.run(
+        self.run(
             "new Promise((done) => { const look = () => document.documentElement?.dataset.ready || "
-            "document.documentElement?.dataset.failed ? done(performance.now()) : setTimeout(look, 5); look(); })"
+            "document.documentElement?.dataset.failed ? done() : setTimeout(look, 5); look(); })"
         )
         self.run("new Promise((go) => requestAnimationFrame(() => requestAnimationFrame(() => go())))")
-        return ready_ms
 
     def run(self, expression: str) -> Any:
         """Evaluate JavaScript, wait for its promise if it is one, and return the value as plain data.
@@ -102,16 +95,6 @@ class Chromium:
         if "exceptionDetails" in answer:
             raise RuntimeError(f"{expression[:80]}: {json.dumps(answer['exceptionDetails'])[:600]}")
         return answer["result"].get("value")
-
-    def picture(self, path: Path, *, selector: str = "", whole: bool = False) -> None:
-        """Write a PNG of the window, of the ``whole`` page, or of the element ``selector``."""
-        options: dict[str, Any] = {"format": "png"}
-        if selector or whole:
-            found = f"const box = document.querySelector({json.dumps(selector or 'html')}).getBoundingClientRect();"
-            size = "x: box.x + scrollX, y: box.y + scrollY, width: box.width, height: box.height, scale: 1"
-            box = self.run(f"(() => {{ {found} return {{ {size} }}; }})()")
-            options |= {"clip": box, "captureBeyondViewport": True}
-        path.write_bytes(base64.b64decode(self._call("Page.captureScreenshot", **options)["data"]))
 
     def _call(self, method: str, **parameters: Any) -> Any:
         self._next_id += 1

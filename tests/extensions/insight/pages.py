@@ -45,19 +45,19 @@ def a_rollout(**fields: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def write_rollouts(run: Path, step: int, records: list[dict[str, Any]]) -> Path:
-    path = run / "rollouts" / f"step-{step:06d}.jsonl"
-    path.parent.mkdir(exist_ok=True)
-    text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-    path.write_text(text, encoding="utf-8", errors="surrogatepass")
-    return path
+def write_rollouts(run: Path, step: int, records: list[dict[str, Any]]) -> None:
+    _write_lines(run / "rollouts" / f"step-{step:06d}.jsonl", records)
 
 
 def write_answers(run: Path, name: str, step: int, records: list[dict[str, Any]]) -> None:
     """Write the answers of an evaluation as the learner does."""
-    path = run / "eval" / f"{name}-step-{step:06d}.jsonl"
+    _write_lines(run / "eval" / f"{name}-step-{step:06d}.jsonl", records)
+
+
+def _write_lines(path: Path, records: list[dict[str, Any]]) -> None:
     path.parent.mkdir(exist_ok=True)
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    path.write_text(text, encoding="utf-8", errors="surrogatepass")
 
 
 def an_answer(row: int, **fields: Any) -> dict[str, Any]:
@@ -80,15 +80,15 @@ def header(chunk: bytes) -> dict[str, Any]:
     return json.loads(chunk[4 : 4 + size])
 
 
-def write_tokens(run: Path, step: int, position: int, *, texts: list[str], size: int = 3) -> None:
-    """Write the columns of one rollout: one given token, then sampled ones of version 2, learned at version 4."""
+def write_tokens(run: Path, step: int, position: int, *, texts: list[str], size: int = 3, version: int = 2) -> None:
+    """Write the columns of one rollout: one given token, then sampled ones of ``version``, learned at version 4."""
     names = ("behavior_logprobs", "logprobs", "entropies", "advantages")
     numbers: dict[str, np.ndarray] = {name: np.full(size, -0.25, np.float32) for name in names}
     numbers["behavior_logprobs"][0] = np.nan
     table = TokenTable(
         places=dict(zip(PLACES, np.array([[position], [0], [0], [4]]), strict=True)),
         sizes=np.array([size]),
-        numbers={**numbers, "token_ids": np.arange(size), "versions": np.array([-1, *[2] * (size - 1)])},
+        numbers={**numbers, "token_ids": np.arange(size), "versions": np.array([-1, *[version] * (size - 1)])},
         texts=texts,
         outcomes=["given", *["trained"] * (size - 2), "stale"],
     )

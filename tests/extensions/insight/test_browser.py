@@ -21,6 +21,7 @@ pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(PROGRAM is None, reason="Chromium is not installed (apt-get install chromium)"),
 ]
+SHOWN = "document.querySelector('#rollout').textContent"
 OPEN = "document.querySelector('#browser tbody tr').click(); new Promise((go) => setTimeout(go, 300))"
 
 
@@ -29,6 +30,7 @@ def browser(request: pytest.FixtureRequest) -> Iterator[Chromium]:
     assert PROGRAM
     with Chromium(PROGRAM, width=request.param) as found:
         yield found
+        assert found.errors == []
 
 
 @pytest.fixture
@@ -44,8 +46,8 @@ def page(tmp_path: Path) -> str:
 
 def test_the_page_draws_and_nothing_overflows(browser: Chromium, page: str):
     browser.open(page)
-    assert browser.errors == []
     assert browser.run("document.documentElement.dataset.failed") is None
+    assert browser.run("document.querySelector('select[aria-label=Metric]').value") == "reward/mean"
     assert browser.run("document.querySelectorAll('figure svg').length") >= 8
     assert browser.run("document.documentElement.scrollWidth <= innerWidth")
     controls = "[...document.querySelectorAll('svg, input, button, select')]"
@@ -65,33 +67,19 @@ def test_filters_and_the_order_act_on_the_list(browser: Chromium, page: str):
     assert browser.run("browser.found.map((i) => browser.index.reward[i])") == [1, 0.7, 0.6]
 
 
-def test_hostile_text_is_shown_as_text(browser: Chromium, page: str):
+def test_hostile_text_is_shown_as_text_and_a_script_that_got_in_would_not_run(browser: Chromium, page: str):
     browser.open(page)
     browser.run(OPEN)
-    shown = browser.run("document.querySelector('#rollout').textContent")
-    assert "<img src=x onerror=alert(2)>U+202Egnp.exeU+001B[2JU+2028" in shown
+    assert "<img src=x onerror=alert(2)>U+202Egnp.exeU+001B[2JU+2028" in browser.run(SHOWN)
     assert browser.run("document.querySelectorAll('#rollout img, #rollout script').length") == 0
-    assert browser.errors == []
-
-
-def test_a_script_that_got_in_would_not_run(browser: Chromium, page: str):
-    browser.open(page)
-    browser.run("const script = document.createElement('script'); script.textContent = 'window.bad = 1'")
-    browser.run("document.body.append(script)")
+    script = (
+        "const one = document.createElement('script'); one.textContent = 'window.bad = 1'; document.body.append(one)"
+    )
+    browser.run(script)  # which would not run if it got in
     image = "<img src=x onerror=window.bad=1>"
     browser.run(f"document.body.insertAdjacentHTML('beforeend', '{image}')")
     assert browser.run("new Promise((go) => setTimeout(() => go(window.bad === undefined), 200))")
-
-
-def test_arrow_keys_move_in_the_list_and_read_a_curve(browser: Chromium, page: str):
-    browser.open(page)
-    browser.run(OPEN)
-    key = "document.activeElement.dispatchEvent(new KeyboardEvent('keydown', { key: '%s', bubbles: true }))"
-    browser.run(key % "ArrowDown")
-    assert browser.run("browser.open") == 1
-    browser.run("document.querySelector('figure svg').focus()")
-    browser.run(key % "End")
-    assert browser.run("document.querySelector('#tip').textContent").startswith("step 30")
+    browser.errors.clear()  # of the policy, which has refused both
 
 
 def test_tokens_are_coloured_and_read_by_keys(browser: Chromium, page: str):
@@ -122,7 +110,7 @@ def test_a_served_page_follows_the_run(browser: Chromium, tmp_path: Path):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         browser.open(f"http://127.0.0.1:{server.server_port}/")
         browser.run(OPEN)
-        assert browser.run("document.querySelector('#rollout').textContent").endswith("Answer2")
+        assert browser.run(SHOWN).endswith("Answer2")
         with (run / "metrics.jsonl").open("a") as metrics:
             metrics.write(json.dumps(step_row(5)) + "\n")
         write_rollouts(run, 5, [a_rollout(), a_rollout(index=1)])
@@ -131,57 +119,19 @@ def test_a_served_page_follows_the_run(browser: Chromium, tmp_path: Path):
         assert browser.run(wait)
         assert "step 5" in browser.run("document.querySelector('.status').textContent")
         assert browser.run("browser.open") == 0
-        assert browser.errors == []
         server.shutdown()
 
 
-def test_two_runs_are_side_by_side(browser: Chromium, tmp_path: Path):
-    runs = [a_run(tmp_path / "a"), a_run(tmp_path / "b", bound=8)]
-    write_rollouts(runs[1], 1, [a_rollout(reward=0.5)])
-    write_report(runs, tmp_path / "page.html", progress=Progress(quiet=True))
-    browser.open((tmp_path / "page.html").as_uri())
-    assert browser.run("[...document.querySelectorAll('h1')].map((one) => one.textContent)") == ["Aa", "Bb"]
-    legend = browser.run("document.querySelector('.legend').textContent")
-    assert "A math" in legend
-    assert "B math" in legend
-    differing = browser.run("document.querySelector('#settings table').textContent")
-    assert "queue.max_staleness" in differing
-    assert "optimizer.lr" not in differing
-    assert browser.run("browser.run") == 1  # the run that has rollouts
-    assert browser.run("document.documentElement.scrollWidth <= innerWidth")
-    assert browser.errors == []
-
-
-def test_zeros_on_a_logarithmic_scale_are_marked_and_do_not_pull_the_mean_down(browser: Chromium, tmp_path: Path):
-    rows = [step_row(step, grad_norm=0.0 if step % 3 == 0 else 0.5) for step in range(1, 121)]
-    run = a_run(tmp_path / "run")
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    write_report([run], tmp_path / "page.html", progress=Progress(quiet=True))
-    browser.open((tmp_path / "page.html").as_uri())
-    figure = "[...document.querySelectorAll('figure')].find((one) => one.textContent.includes('Gradient norm'))"
-    assert browser.run(f"{figure}.querySelectorAll('.zero').length") == 40
-    assert browser.run(f"{figure}.querySelector('.legend b').textContent") == "0.5"
-    assert "0 in 40 of 120" in browser.run(f"{figure}.querySelector('.legend').textContent")
-    assert browser.errors == []
-
-
 def test_a_link_opens_its_rollout_whatever_is_filtered(browser: Chromium, page: str):
-    shown = "document.querySelector('#rollout').textContent"
     browser.open(f"{page}#rollout=1.3.5")
-    assert browser.run(shown).startswith("Step 1, dataset row 7, rollout 5 link")
+    assert browser.run(SHOWN).startswith("Step 1, dataset row 7, rollout 5 link")
     assert browser.run("document.querySelector('tr[aria-selected=true]').dataset.i") == "5"
     assert browser.run("document.querySelector('#rollout h3 a').getAttribute('href')") == "#rollout=1.3.5"
     browser.run("browser.form.elements['reward-min'].value = '0.9'; filter(); location.hash = '#rollout=1.3.2'")
     browser.run("new Promise((go) => setTimeout(go, 300))")
-    assert browser.run(shown).startswith("Step 1, dataset row 7, rollout 2 link")
+    assert browser.run(SHOWN).startswith("Step 1, dataset row 7, rollout 2 link")
     browser.run("location.hash = '#rollout=1.3.99'; new Promise((go) => setTimeout(go, 300))")
-    assert browser.run(shown) == "#rollout=1.3.99 names no rollout of this report."
-    assert browser.errors == []
-
-
-def test_the_chooser_of_metrics_begins_with_one_that_the_run_has(browser: Chromium, page: str):
-    browser.open(page)
-    assert browser.run("document.querySelector('select[aria-label=Metric]').value") == "reward/mean"
+    assert browser.run(SHOWN) == "#rollout=1.3.99 names no rollout of this report."
 
 
 def test_an_evaluation_shows_how_a_row_s_answer_changed(browser: Chromium, tmp_path: Path):
@@ -197,42 +147,17 @@ def test_an_evaluation_shows_how_a_row_s_answer_changed(browser: Chromium, tmp_p
     assert browser.run("document.querySelector('.pager span').textContent") == "4 of 4 answers · page 1 of 1"
     assert browser.run("document.querySelector('[data-of=stale]').hidden")  # no answer has a staleness to filter
     browser.run(OPEN)
-    shown = "document.querySelector('#rollout').textContent"
-    assert browser.run(shown).startswith("Evaluation math at step 0, dataset row 3, answer 0 link")
-    assert "<img src=x onerror=alert(2)>" in browser.run(shown)
+    assert browser.run(SHOWN).startswith("Evaluation math at step 0, dataset row 3, answer 0 link")
+    assert "<img src=x onerror=alert(2)>" in browser.run(SHOWN)
     steps = "[...document.querySelectorAll('#rollout .modes button')]"
     assert browser.run(f"{steps}.map((one) => one.textContent)") == ["0: 0", "4: 1"]
-    columns = "[...document.querySelectorAll('#rollout .beside > div')]"
-    seen = browser.run(f"{columns}.map((one) => one.textContent)")
+    seen = browser.run("[...document.querySelectorAll('#rollout .beside > div')].map((one) => one.textContent)")
     assert seen[0].startswith("step 0 accuracy 0, 3 tokens</script><script>alert(1)")
-    assert "U+202E" in seen[0]
     assert seen[1:] == ["step 4 accuracy 1, 3 tokens2"]
-    assert browser.run(f"{columns}.map((one) => one.className)") == ["at", ""]
     assert browser.run("document.querySelectorAll('#rollout img, #rollout script').length") == 0
-    assert browser.run("document.documentElement.scrollWidth <= innerWidth")
     browser.run(f"{steps}[1].click(); new Promise((go) => setTimeout(go, 300))")
-    assert browser.run(shown).startswith("Evaluation math at step 4, dataset row 3")
+    assert browser.run(SHOWN).startswith("Evaluation math at step 4, dataset row 3")
     browser.run("browser.form.elements.set.value = ''; filter(); location.hash = '#rollout=4.4.0.0.math'")
     browser.run("new Promise((go) => setTimeout(go, 300))")
     assert browser.run("browser.form.elements.set.value") == "math"
-    assert browser.run(shown).endswith("step 4 accuracy 0No answer.")
-    assert browser.errors == []
-
-
-def test_an_evaluation_is_filtered_by_correctness_and_shows_some_of_many_steps(browser: Chromium, tmp_path: Path):
-    run = a_run(tmp_path / "run")
-    write_rollouts(run, 1, [a_rollout(), a_rollout(index=1)])
-    for step in range(11):
-        write_answers(run, "math", step, [an_answer(3, accuracy=float(step > 7), response=f"at {step}")])
-    write_report([run], tmp_path / "page.html", progress=Progress(quiet=True))
-    browser.open((tmp_path / "page.html").as_uri())
-    browser.run("browser.form.elements.set.value = 'math'; filter()")
-    browser.run("document.querySelector('[name=accuracy-min]').value = '1'; filter()")
-    assert browser.run("browser.found.map((i) => browser.index.step[i])") == [8, 9, 10]
-    browser.run(OPEN)
-    said = "[...document.querySelectorAll('.beside .say')].map((one) => one.textContent)"
-    # Six evenly of 0 to 10, and the open one.
-    assert browser.run(said) == ["at 0", "at 2", "at 4", "at 6", "at 8", "at 10"]
-    browser.run("document.querySelector('.beside + button').click(); new Promise((go) => setTimeout(go, 300))")
-    assert browser.run(said) == [f"at {step}" for step in range(11)]
-    assert browser.errors == []
+    assert browser.run(SHOWN).endswith("step 4 accuracy 0No answer.")

@@ -7,17 +7,7 @@ from pathlib import Path
 import pytest
 
 from async_rl.errors import RunError
-from async_rl.extensions.insight.report.figures import (
-    MAX_BARS,
-    MAX_POINTS,
-    compact,
-    lags,
-    read_run,
-    run_state,
-    timeline,
-)
-from async_rl.extensions.insight.report.page import render
-from async_rl.launch.summary import summary
+from async_rl.extensions.insight.report.figures import MAX_BARS, MAX_POINTS, lags, read_run, run_state, timeline
 from async_rl.run.directory import RunDir
 from async_rl.run.lock import acquire
 from tests.extensions.insight.runs import step_row, write_run
@@ -39,23 +29,11 @@ def test_shares_of_a_bar_add_up_to_one():
         {"decode": 0.5, "grading": 0.2, "environment": 0, "weights": 0, "leases": 0.1, "other": 0.2}
     )
     assert (found["begin"], found["end"], found["grading"]) == ([-1.0], [1.0], [0.75])
-
-
-def test_a_step_without_a_heartbeat_has_the_reading_of_the_next_one():
-    # Step 1 took 1 s, step 2 took 3 s; of the time until then generators awaited scores for 1.5 s in 3 s.
+    # A step without a heartbeat has the reading of the next one: until then generators awaited scores for 1.5 s in 3 s.
     rows = [step_row(1), step_row(2, time__step_s=3.0, idle__generators=0.4, time__grading_s=1.5), step_row(3)]
     found = timeline(rows)
     assert found["generators"]["decode"] == [0.6, 0.6, None]
     assert found["grading"] == [0.5, 0.5, 0.0]
-
-
-def test_the_page_says_who_waits_for_whom(tmp_path: Path):
-    rows = [step_row(step, idle__spare=0.4, queue__run_ahead_held=1.0, generators=5) for step in (1, 2)]
-    sentence = "generators have 40% to spare: the learner is the slower side; 3 of 5 generators would do"
-    run = read_run(write_run(tmp_path / "run", rows))
-    assert run["who_waits"] == sentence
-    assert f'<p class="lead">{sentence}.</p>' in render([run])
-    assert render([run, {**run, "name": "b", "who_waits": ""}]).count(f'<p class="lead">run: {sentence}.</p>') == 1
 
 
 def test_figures_of_a_staleness_are_means_over_its_tokens():
@@ -75,12 +53,10 @@ def test_what_launch_noted_while_the_run_went_is_among_the_notes(tmp_path: Path)
     }  # fmt: skip
     rows = [step_row(step, length__truncated=0.75) for step in range(1, 5)]
     run = write_run(tmp_path / "run", rows, ledger=ledger)
-    (cut, of_groups) = read_run(run)["notes"]
-    assert (cut["step"], cut["text"][:53]) == (3, "75% of the answers of the last 3 steps were cut at sa")
+    cut, of_groups = read_run(run)["notes"]
+    assert cut["step"] == 3
+    assert cut["text"].startswith("75% of the answers of the last 3 steps were cut at")
     assert of_groups == {"step": None, "text": "all 4 groups have only wrong answers"}
-    said = summary(RunDir(run))
-    assert f"note: {cut['text']}" in said
-    assert f"note: {of_groups['text']}" in said
 
 
 def test_a_run_is_read_with_its_evaluations_settings_and_notes(tmp_path: Path):
@@ -94,18 +70,13 @@ def test_a_run_is_read_with_its_evaluations_settings_and_notes(tmp_path: Path):
     assert (settings["learner.steps"]["value"], settings["learner.steps"]["changed"]) == ("9", True)
     assert settings["optimizer.lr"]["changed"] is False
     assert found["headline"][0] == {"label": "accuracy on math", "value": "0.75", "detail": "from 0.25"}
-
-
-def test_a_run_without_steps_has_a_report_too(tmp_path: Path):
-    found = read_run(write_run(tmp_path / "run", []))
-    assert (found["step"], found["timeline"]["begin"], found["lags"]) == (0, [], [])
-
-
-def test_a_config_that_can_not_be_read_is_shown_as_text(tmp_path: Path):
-    run = a_run(tmp_path / "run")
-    (run / "config.toml").write_text("[loss]\ngone = 1\n")
-    found = read_run(run)
+    (tmp_path / "run" / "config.toml").write_text("[loss]\ngone = 1\n")  # of another version: shown as text
+    found = read_run(tmp_path / "run")
     assert (found["settings"], found["config_text"]) == ([], "[loss]\ngone = 1\n")
+    found = read_run(write_run(tmp_path / "empty", []))
+    assert (found["step"], found["timeline"]["begin"], found["lags"]) == (0, [], [])
+    with pytest.raises(RunError, match=r"expected a run directory with config\.toml"):
+        read_run(tmp_path)
 
 
 def test_a_long_run_is_thinned_out(tmp_path: Path):
@@ -114,15 +85,6 @@ def test_a_long_run_is_thinned_out(tmp_path: Path):
     assert found["columns"]["step"][-1] == 5000
     assert len(found["timeline"]["begin"]) <= MAX_BARS
     assert found["timeline"]["steps"][-1][1] == 5000
-
-
-def test_what_is_no_run_is_refused(tmp_path: Path):
-    with pytest.raises(RunError, match=r"expected a run directory with config\.toml"):
-        read_run(tmp_path)
-
-
-def test_counts_are_short():
-    assert [compact(value) for value in (0, 950, 1234, 999_600, 5.6e9)] == ["0", "950", "1.23k", "1M", "5.6G"]
 
 
 def test_a_run_exports_while_a_living_process_writes_the_model(tmp_path: Path):

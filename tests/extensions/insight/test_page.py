@@ -4,13 +4,13 @@ import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 
 from async_rl.errors import RunError
 from async_rl.extensions.insight.report.report import write_report
-from async_rl.extensions.insight.report.rollouts import CHUNK_ROLLOUTS, _rounded
+from async_rl.extensions.insight.report.rollouts import CHUNK_ROLLOUTS
 from async_rl.output import Progress
 from tests.extensions.insight.runs import step_row, write_run
 
@@ -24,7 +24,7 @@ def written(path: Path, *runs: Path, max_bytes: int = 10_000_000) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def test_the_page_has_curves_ledger_settings_and_notes(tmp_path: Path):
+def test_the_page_has_curves_ledger_settings_and_notes_and_loads_nothing(tmp_path: Path):
     page = written(tmp_path / "page.html", a_run(tmp_path / "run"))
     data = json.loads(blobs(page)["data"])
     assert data["runs"][0]["evals"]["math"]["accuracy"] == [0.25, 0.75]
@@ -32,10 +32,7 @@ def test_the_page_has_curves_ledger_settings_and_notes(tmp_path: Path):
     assert re.search(r"dropped: stale</th><td>2</td><td>8</td><td>30</td>", page)
     assert "wandb did not answer" in page
     assert "queue.<wbr>max_staleness" in page
-
-
-def test_the_page_loads_nothing(tmp_path: Path):
-    page = written(tmp_path / "page.html", a_run(tmp_path / "run"))
+    # It loads nothing.
     assert not re.search(r"<(link|img|iframe|object|embed)\b|\bsrc=|@import|url\(", page)
     assert "default-src &#39;none&#39;" in page
 
@@ -56,23 +53,9 @@ def test_text_of_models_and_users_is_never_markup(tmp_path: Path):
     assert header(blobs(page)["chunk-0-0"])["records"][0]["response"] == HOSTILE
 
 
-def test_the_index_has_every_recorded_rollout(tmp_path: Path):
+def test_the_index_has_every_recorded_rollout_and_the_answers_of_evaluations(tmp_path: Path):
     run = a_run(tmp_path / "run")
-    write_rollouts(run, 1, [a_rollout(index=index) for index in range(CHUNK_ROLLOUTS + 1)])
-    write_rollouts(run, 3, [a_rollout(masked=True, versions=[])])
-    page = blobs(written(tmp_path / "page.html", run))
-    index = json.loads(page["index-0"])
-    assert index["step"] == [1] * (CHUNK_ROLLOUTS + 1) + [3]
-    assert index["chunk"] == [0] * CHUNK_ROLLOUTS + [1, 2]
-    assert index["slot"][-3:] == [CHUNK_ROLLOUTS - 1, 0, 0]
-    assert (index["stale"][0], index["stale"][-1]) == (2, None)
-    assert [index["names"][code] for code in index["cause"][-2:]] == ["", "filter"]
-    assert len(header(page["chunk-0-1"])["records"]) == 1
-
-
-def test_the_index_has_the_answers_of_evaluations(tmp_path: Path):
-    run = a_run(tmp_path / "run")
-    write_rollouts(run, 1, [a_rollout()])
+    write_rollouts(run, 1, [a_rollout(masked=True, versions=[])])
     unanswered = {"row": 4, "messages": [], "response": None, "accuracy": 0.0, "finish_reason": "unanswered"}
     write_answers(run, "a-step-1", 0, [an_answer(3, response=HOSTILE), unanswered])
     write_answers(run, "math", 2, [an_answer(row) for row in range(CHUNK_ROLLOUTS + 1)])
@@ -83,26 +66,20 @@ def test_the_index_has_the_answers_of_evaluations(tmp_path: Path):
     assert sets == ["", "a-step-1", "a-step-1", *["math"] * (CHUNK_ROLLOUTS + 1)]
     assert index["step"][:4] == [1, 0, 0, 2]
     assert index["position"][1:4] == index["row"][1:4] == [3, 4, 0]
-    assert (index["reward"][2], index["tokens"][2], index["stale"][1]) == (None, None, None)
-    assert index["chunk"][:4] == [0, 1, 1, 2]
-    assert (index["chunk"][-1], index["slot"][-1]) == (3, 0)
+    assert (index["reward"][2], index["tokens"][2], index["stale"][:2]) == (None, None, [None, None])
+    assert [index["names"][code] for code in index["cause"][:2]] == ["filter", ""]
+    assert index["chunk"] == [0, 1, 1, *[2] * CHUNK_ROLLOUTS, 3]
+    assert index["slot"][-2:] == [CHUNK_ROLLOUTS - 1, 0]
     assert [one["response"] for one in header(page["chunk-0-1"])["records"]] == [HOSTILE, None]
     assert header(page["chunk-0-3"])["records"][0]["row"] == CHUNK_ROLLOUTS
     assert text.count("<script") == 7  # data, index, four chunks, our own script
 
 
-def test_line_separators_in_a_text_do_not_cut_its_record(tmp_path: Path):
-    run = a_run(tmp_path / "run")
-    write_rollouts(run, 1, [a_rollout(response="a\u2028b\x85c\u2029d")])
-    page = blobs(written(tmp_path / "page.html", run))
-    assert header(page["chunk-0-0"])["records"][0]["response"] == "a\u2028b\x85c\u2029d"
-
-
 def test_what_does_not_fit_is_left_out_evenly_and_said(tmp_path: Path):
     run = a_run(tmp_path / "run")
     for step in range(1, 41):
-        noise = [a_rollout(index=i, response=f"{step * 7919 + i * 104729:x}" * 40) for i in range(CHUNK_ROLLOUTS)]
-        write_rollouts(run, step, noise)
+        texts = (f"{step * 7919 + i * 104729:x}" * 40 for i in range(CHUNK_ROLLOUTS))  # noise
+        write_rollouts(run, step, [a_rollout(index=i, response=text) for i, text in enumerate(texts)])
     page = written(tmp_path / "page.html", run, max_bytes=440_000)
     found = sorted(int(name.split("-")[2]) for name in blobs(page) if name.startswith("chunk"))
     assert len(page) < 440_000
@@ -115,20 +92,16 @@ def test_what_does_not_fit_is_left_out_evenly_and_said(tmp_path: Path):
     assert f"the text of {len(found) * CHUNK_ROLLOUTS:,} of the 2,560 recorded rollouts" in page
 
 
-@pytest.mark.parametrize("line", ["{", "[]", '{"position": 1}'])
-def test_damaged_rollouts_are_named(tmp_path: Path, line: str):
-    run = a_run(tmp_path / "run")
-    (run / "rollouts").mkdir()
-    (run / "rollouts" / "step-000001.jsonl").write_text(line + "\n")
-    with pytest.raises(RunError, match=r"step-000001\.jsonl, got .*delete the file"):
-        written(tmp_path / "page.html", run)
-
-
-def test_damaged_answers_are_named(tmp_path: Path):
+def test_damaged_rollouts_and_answers_are_named(tmp_path: Path):
     run = a_run(tmp_path / "run")
     write_answers(run, "math", 1, [{"row": 1}])
     with pytest.raises(RunError, match=r"expected JSON objects with accuracy, .* in .*math-step-000001\.jsonl"):
         written(tmp_path / "page.html", run)
+    (run / "rollouts").mkdir()
+    for line in ("{", "[]", '{"position": 1}'):
+        (run / "rollouts" / "step-000001.jsonl").write_text(line + "\n")
+        with pytest.raises(RunError, match=r"step-000001\.jsonl, got .*delete the file"):
+            written(tmp_path / "page.html", run)
 
 
 def test_a_place_that_can_not_be_written_is_named(tmp_path: Path):
@@ -139,14 +112,16 @@ def test_a_place_that_can_not_be_written_is_named(tmp_path: Path):
 def test_tokens_come_with_their_rollout(tmp_path: Path):
     run = a_run(tmp_path / "run")
     write_rollouts(run, 1, [a_rollout(position=8), a_rollout(position=9)])
-    write_tokens(run, 1, position=9, texts=["a", "a", HOSTILE])
+    write_tokens(
+        run, 1, position=9, texts=["a", "a", HOSTILE], version=123457
+    )  # figures have three digits, this has all
     chunk = blobs(written(tmp_path / "page.html", run))["chunk-0-0"]
     plain, with_tokens = header(chunk)["records"]
     assert "columns" not in plain
     assert with_tokens["columns"] == [[0, 3, 4]]
     assert header(chunk)["vocabulary"] == [[0, "a"], [1, "a"], [2, HOSTILE]]
     found = columns(chunk)
-    assert (found["token"], found["version"]) == ([0, 1, 2], [-1, 2, 2])
+    assert (found["token"], found["version"]) == ([0, 1, 2], [-1, 123457, 123457])
     assert math.isnan(found["behavior"][0])
     assert found["difference"][1:] == [0, 0]
     assert "response" not in with_tokens
@@ -154,43 +129,26 @@ def test_tokens_come_with_their_rollout(tmp_path: Path):
     assert [header(chunk)["outcomes"][int(code)] for code in found["outcome"]] == ["given", "trained", "stale"]
 
 
-def test_numbers_keep_three_digits_and_versions_all(tmp_path: Path):
-    values = np.array([[70001.0], [123457.0], [-1.23456789], [1e-30], [np.nan], [3.0]], np.float32)
-    found = _rounded(values).ravel().tolist()
-    assert (found[0], found[1], found[5]) == (70001.0, 123457.0, 3.0)
-    assert found[2] == pytest.approx(-1.23456789, rel=1e-3)
-    assert found[3] == pytest.approx(1e-30, rel=1e-3)
-    assert math.isnan(found[4])
+def a_summary(step: int, **columns: list[Any]) -> str:
+    """A row of ``summaries.jsonl``, of rollouts at two positions."""
+    row = {
+        "step": step, "version": 3, "positions": [4, 5], "rows": [40, 50], "sizes": [1, 2], "reward": [1, 0, 0.5],
+        "accuracy": [1, 0, 0.5], "tokens": [7, 8, 9], "staleness": [0, None, 2],
+        "finish": ["stop", "length", "stop"], "cause": ["", "truncated", ""], **columns,
+    }  # fmt: skip
+    return json.dumps(row) + "\n"
 
 
-def test_rollouts_without_text_are_in_the_index(tmp_path: Path):
+def test_rollouts_without_text_are_in_the_index_and_texts_of_untrained_steps_are_not(tmp_path: Path):
     run = a_run(tmp_path / "run")
     write_rollouts(run, 1, [a_rollout(position=5, index=1, reward=0.5)])
-    row = {
-        "step": 1, "version": 3, "positions": [4, 5], "rows": [40, 50], "sizes": [1, 2], "reward": [1, 0, 0.5],
-        "accuracy": [1, 0, 0.5], "tokens": [7, 8, 9], "staleness": [0, None, 2],
-        "finish": ["stop", "length", "stop"], "cause": ["", "truncated", ""],
-    }  # fmt: skip
-    damaged = {**row, "step": 2, "reward": [1]}
-    (run / "rollouts" / "summaries.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(damaged) + "\n")
+    write_rollouts(run, 4, [a_rollout()])  # which the resumed run has not trained again
+    (run / "rollouts" / "summaries.jsonl").write_text(a_summary(1) + a_summary(2, reward=[1]))  # the second is damaged
     index = json.loads(blobs(written(tmp_path / "page.html", run))["index-0"])
     assert index["step"] == [1, 1, 1]
     assert (index["position"], index["index"], index["row"]) == ([4, 5, 5], [0, 0, 1], [40, 50, 50])
     assert (index["chunk"], index["stale"]) == ([-1, -1, 0], [0, None, 2])
     assert [index["names"][code] for code in index["cause"]] == ["", "truncated", ""]
-
-
-def test_texts_of_steps_that_a_resumed_run_has_not_trained_again_are_left_out(tmp_path: Path):
-    run = a_run(tmp_path / "run")
-    for step in (1, 2, 4):
-        write_rollouts(run, step, [a_rollout(position=step)])
-    row = {
-        "step": 2, "version": 3, "positions": [2], "rows": [7], "sizes": [1], "reward": [1], "accuracy": [1],
-        "tokens": [3], "staleness": [1], "finish": ["stop"], "cause": [""],
-    }  # fmt: skip
-    (run / "rollouts" / "summaries.jsonl").write_text(json.dumps(row) + "\n")
-    index = json.loads(blobs(written(tmp_path / "page.html", run))["index-0"])
-    assert index["step"] == [1, 2]  # step 1 is of a version without summaries
 
 
 def test_names_that_users_choose_have_no_effect_on_the_page(tmp_path: Path):

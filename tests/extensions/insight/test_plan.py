@@ -18,6 +18,7 @@ from async_rl.extensions.insight.plan.rates import find_rates, measure
 from async_rl.extensions.insight.plan.simulation import Prediction, Setting
 from async_rl.extensions.insight.plan.table import advice, choose, propose_bounds
 from async_rl.run.directory import RunDir
+from tests.extensions.insight.runs import write_run
 
 
 @pytest.fixture(autouse=True)
@@ -26,43 +27,37 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulation, "_MOST_STEPS", 12)
 
 
+SECTIONS: dict[str, Any] = {
+    "learner": {"groups_per_step": 4}, "sampling": {"group_size": 2, "max_new_tokens": 64},
+    "generator": {"batch_size": 8, "count": 1},
+}  # fmt: skip
+
+
 def write_config(directory: Path, **sections: dict[str, Any]) -> Path:
-    raw: dict[str, Any] = {
-        "run": {"dir": str(directory / "run")}, "model": {"path": "none"}, "data": {"train": "none.jsonl"},
-        "learner": {"groups_per_step": 4}, "sampling": {"group_size": 2, "max_new_tokens": 64},
-        "generator": {"batch_size": 8, "count": 1}, "queue": {"max_staleness": 1},
-    }  # fmt: skip
+    raw = {"run": {"dir": str(directory / "run")}, "model": {"path": "none"}, **SECTIONS, **sections}
     path = directory / "run.toml"
-    path.write_text(tomli_w.dumps(raw | sections))
+    path.write_text(tomli_w.dumps(raw))
     return path
 
 
-def make_run(directory: Path, *, num_steps: int = 20, tokens: Sequence[int] = (5, 15, 8, 12)) -> Path:
+def make_run(directory: Path, *, num_steps: int = 20, tokens: Sequence[int] = (5, 15, 8, 12), **figures: Any) -> Path:
     """A run of one generator with 8 slots. A step takes 10 s: 3 s of waiting, 6 s of training 80 tokens, 1 s after it.
 
     The slots are busy for 7.5 of 10 s, so 60 of 80 sequence-seconds; with 8 tokens/s that is 0.75 s for a token. A
     tenth of the time in which sequences run lies between decode steps: 0.9 is running, 0.81 is decoding.
     """
-    run = directory / "run"
-    (run / "rollouts").mkdir(parents=True)
-    (run / "config.toml").write_text(write_config(directory).read_text())
     row = {
         "version": 1, "time/step_s": 10.0, "time/wait_s": 3.0, "time/train_s": 6.0, "tokens/trained": 60,
         "tokens/masked": 20, "time/generate_s": 7.5, "throughput/generated_tokens_per_s": 8.0, "generators": 1,
         "idle/generators": 0.19, "idle/leases": 0.06, "idle/weights": 0.04, "time/transfer_s": 0.5, "time/pause_s": 0.1,
-        "weights/bytes": 1000, "length/mean": 10.0,
+        "weights/bytes": 1000, "length/mean": 10.0, **figures,
     }  # fmt: skip
-    rows = [json.dumps({"step": n, "time_s": 10.0 * n, **row}) for n in range(1, num_steps + 1)]
-    (run / "metrics.jsonl").write_text("\n".join(rows) + "\n")
-    (run / "ledger.json").write_text(
-        json.dumps(
-            {
-                "groups": {"trained": 60, "filtered": 20, "dropped": {}},
-                "rollouts": {},
-                "tokens": {"trained": 0, "masked": {}},
-            }
-        )
-    )
+    rows = [{"step": n, "time_s": 10.0 * n, **row} for n in range(1, num_steps + 1)]
+    groups = {"trained": 60, "filtered": 20, "dropped": {}}
+    ledger = {"groups": groups, "rollouts": {}, "tokens": {"trained": 0, "masked": {}}}
+    run = write_run(directory / "run", rows, bound=1, ledger=ledger, **SECTIONS)
+    write_config(directory, queue={"max_staleness": 1})
+    (run / "rollouts").mkdir()
     summary = {"step": 1, "positions": [0, 1], "sizes": [2, 2], "tokens": tokens}
     (run / "rollouts" / "summaries.jsonl").write_text(json.dumps(summary) + "\n")
     return run
@@ -73,19 +68,15 @@ def test_rates_are_measured_in_the_rows_of_a_run(tmp_path):
     assert rates.decode_step_s == pytest.approx(0.75 * 0.9 / 0.81)
     assert rates.train_token_s == pytest.approx(6 / 80)
     assert (rates.train_s, rates.after_s) == pytest.approx((0, 1))
-    assert (rates.transfer_s, rates.pause_s, rates.version_bytes, rates.filtered) == pytest.approx(
-        (0.5, 0.1, 1000, 0.25)
-    )
+    assert (rates.transfer_s, rates.pause_s) == pytest.approx((0.5, 0.1))
+    assert (rates.version_bytes, rates.filtered) == pytest.approx((1000, 0.25))
     assert (rates.lengths.observed, rates.lengths.mean_tokens) == (((5, 15), (8, 12)), 10)
 
 
 def test_a_decode_step_is_faster_with_few_sequences_if_the_run_has_measured_that(tmp_path):
     # 0.81 of a slot's time is busy with 60 sequence-seconds in 10 s, so 7.4 sequences run. With 0.3 s a step and 0.1 s
     # a sequence the time of a step of 7.4 is as above.
-    run = make_run(tmp_path)
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    rows[-1] |= {"time/decode_step_s": 0.3, "time/decode_sequence_s": 0.1}
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = make_run(tmp_path, **{"time/decode_step_s": 0.3, "time/decode_sequence_s": 0.1})
     rates, running = measure(RunDir(run)), 60 / 8.1
     assert rates.decode_s(1) / rates.decode_s(11) == pytest.approx(0.4 / 1.4)
     assert rates.decode_step_s + rates.decode_sequence_s * running == pytest.approx(0.75 * 0.9 / 0.81)
@@ -113,17 +104,13 @@ def test_what_is_missing_or_wrong_is_named(tmp_path):
         find_rates(path, [], mean_tokens=10)
     with pytest.raises(ConfigError, match=r"got 'speed=1'"):
         find_rates(path, [], ["speed=1"], mean_tokens=10)
+    (tmp_path / "lengths.txt").write_text("10 3\n50 1\n")
+    assert read_lengths(tmp_path / "lengths.txt") == Lengths(20, observed=((10,), (10,), (10,), (50,)))
+    (tmp_path / "lengths.txt").write_text("10\nmany\n")
+    with pytest.raises(DataError, match="as in 512 40"):
+        read_lengths(tmp_path / "lengths.txt")
     with pytest.raises(RunError, match="let it run for longer"):
         measure(RunDir(make_run(tmp_path, num_steps=0)))
-
-
-def test_a_histogram_gives_lengths_by_their_counts(tmp_path):
-    path = tmp_path / "lengths.txt"
-    path.write_text("10 3\n50 1\n")
-    assert read_lengths(path) == Lengths(20, observed=((10,), (10,), (10,), (50,)))
-    path.write_text("10\nmany\n")
-    with pytest.raises(DataError, match="as in 512 40"):
-        read_lengths(path)
 
 
 def prediction(bound: int, steps_per_s: float, *, generators: int = 1, masked: float = 0.0) -> Prediction:
@@ -138,12 +125,7 @@ def test_the_cheapest_setting_that_is_not_clearly_slower_is_chosen():
     assert choose([*found, prediction(4, 2.09, generators=2)]).setting.num_generators == 1
     assert choose([*found, prediction(4, 2.2, generators=2)]).setting.num_generators == 2
     assert any("2.00 times" in line for line in advice(found))
-
-
-def test_it_says_when_asynchrony_does_not_help():
-    lines = list(advice([prediction(0, 1.0), prediction(4, 1.03)]))
-    assert "queue.max_staleness = 0 " in lines[0]
-    assert lines[1].startswith("Asynchrony does not help here: no bound is more than 5% faster than 0. The generators")
+    assert "Asynchrony does not help here" in list(advice([prediction(0, 1.0), prediction(4, 1.03)]))[1]
 
 
 def test_the_command_prints_a_table_and_json(tmp_path, capsys):
@@ -153,27 +135,15 @@ def test_the_command_prints_a_table_and_json(tmp_path, capsys):
         main(words)
     lines = capsys.readouterr().out.splitlines()
     heads = next(number for number, line in enumerate(lines) if "learner idle" in line)
-    assert [line.split()[:2] for line in lines[heads + 1 : heads + 5]] == [
-        ["0", "1"],
-        ["1", "1"],
-        ["0", "2"],
-        ["1", "2"],
-    ]
+    settings = [(0, 1), (1, 1), (0, 2), (1, 2)]
+    assert [tuple(map(int, line.split()[:2])) for line in lines[heads + 1 : heads + 5]] == settings
     with pytest.raises(SystemExit, match="0"):
         main([*words, "--json"])
     found = json.loads(capsys.readouterr().out)
-    assert [(one["max_staleness"], one["num_generators"]) for one in found["settings"]] == [
-        (0, 1),
-        (1, 1),
-        (0, 2),
-        (1, 2),
-    ]
+    assert [(one["max_staleness"], one["num_generators"]) for one in found["settings"]] == settings
     assert found["recommended"] in found["settings"]
-
-
-def test_a_range_that_is_none_exits_with_2(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
-        main(["plan", str(make_run(tmp_path)), "--generators", "0,2"])
+        main([*words, "--generators", "0,2"])
     assert "--generators: expected whole numbers of at least 1, as in 1,4, got '0,2'" in capsys.readouterr().err
 
 

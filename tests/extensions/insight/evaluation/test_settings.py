@@ -9,13 +9,7 @@ import pytest
 
 from async_rl.config.data import EvalSetConfig
 from async_rl.errors import AddressError, ConfigError, DataError
-from async_rl.extensions.insight.evaluation.offline import (
-    EvalSettings,
-    describe_settings,
-    eval_settings,
-    run_config_of,
-    run_eval,
-)
+from async_rl.extensions.insight.evaluation.offline import EvalSettings, eval_settings, run_config_of, run_eval
 from tests.extensions.insight.evaluation.options import eval_options
 
 RUN = """
@@ -91,36 +85,41 @@ def test_only_a_config_that_somebody_named_says_which_code_may_run(run: Path):
     assert settings("base", datasets=("a.jsonl",), reward__type="b.py:f").config.generator.allow_code == ("b.py",)
 
 
-def test_only_a_config_that_somebody_named_says_what_a_judge_gets_of_this_machine(run: Path):
-    judge = '[reward.judge]\nendpoint = "http://x/v1"\nmodel = "m"\n'
-    file = run / "config.toml"
-    for key in ("api_key_env", "rubric_file"):
-        file.write_text(RUN.replace("mine.py:right", "judge") + judge + f'{key} = "OTHERS"\n')
-        with pytest.raises(ConfigError, match=rf"reward\.judge\.{key}: .*what OTHERS has is sent to http://x/v1"):
-            settings(run)
-        assert getattr(settings("base", config=file).config.reward.judge, key) == "OTHERS"
-        override = f"reward.judge.{key}=MINE"
-        assert getattr(settings(run, overrides=(override,)).config.reward.judge, key) == "MINE"
-        assert settings(run, reward__type="boxed").config.reward.type == "boxed"
-    file.write_text(RUN.replace("mine.py:right", "judge") + judge)
-    assert settings(run).config.reward.asks_judge
+JUDGE = '[reward.judge]\nendpoint = "http://x/v1"\nmodel = "m"\n'
 
 
-def test_only_a_config_that_somebody_named_lets_programs_run_unprotected_and_writes_files(run: Path):
-    file = run / "config.toml"
-    cases = (
+@pytest.mark.parametrize(
+    ("reward", "key", "section", "reason"),
+    [
+        (
+            "judge",
+            "reward.judge.api_key_env",
+            JUDGE + 'api_key_env = "OTHERS"\n',
+            "what OTHERS has is sent to http://x",
+        ),
+        (
+            "judge",
+            "reward.judge.rubric_file",
+            JUDGE + 'rubric_file = "OTHERS"\n',
+            "what OTHERS has is sent to http://x",
+        ),
+        ("judge", "reward.judge.cache", JUDGE + 'cache = "/home/me/.bashrc"\n', "written to .*bashrc"),
         ("code", "reward.code.allow_unsafe", "[reward.code]\nallow_unsafe = true\n", "without the sandbox"),
-        ("judge", "reward.judge.cache",
-         '[reward.judge]\nendpoint = "http://x/v1"\nmodel = "m"\ncache = "/home/me/.bashrc"\n', "written to .*bashrc"),
-    )  # fmt: skip
-    for reward, key, section, reason in cases:
-        file.write_text(RUN.replace("mine.py:right", reward).replace("10.0", "100.0") + section)
-        with pytest.raises(ConfigError, match=rf"{key}: .*{reason}.*--config"):
-            settings(run)
-        assert settings("base", config=file).config.reward.type == reward
-        override = f"{key}={'true' if reward == 'code' else 'mine'}"
-        assert settings(run, overrides=(override,)).config.reward.type == reward
-        assert settings(run, reward__type="boxed").config.reward.type == "boxed"
+    ],
+)
+def test_only_a_config_that_somebody_named_says_what_touches_this_machine(
+    run: Path, reward: str, key: str, section: str, reason: str
+):
+    file = run / "config.toml"
+    file.write_text(RUN.replace("mine.py:right", reward).replace("10.0", "100.0") + section)
+    with pytest.raises(ConfigError, match=rf"{key}: .*{reason}.*--config"):
+        settings(run)
+    assert settings("base", config=file).config.reward.type == reward
+    override = f"{key}={'true' if reward == 'code' else 'mine'}"
+    assert settings(run, overrides=(override,)).config.reward.type == reward
+    assert settings(run, reward__type="boxed").config.reward.type == "boxed"
+    file.write_text(RUN.replace("mine.py:right", "judge") + JUDGE)
+    assert settings(run).config.reward.asks_judge
 
 
 def test_what_is_of_the_runs_machines_is_left_out(run: Path):
@@ -159,26 +158,14 @@ def test_data_sets_of_the_command_line_replace_those_of_the_config(run: Path):
         settings("base", datasets=("x/a.jsonl", "y/a.jsonl"))
 
 
-def test_a_model_of_no_run_is_asked_by_the_defaults():
+def test_a_model_of_no_run_is_asked_by_the_defaults_if_there_is_something_to_ask():
     found = settings("owner/model", datasets=("a.jsonl",))
-    assert found.notes == ()
-    assert (found.config.reward.type, found.config.sampling.max_prompt_tokens) == ("boxed", 4096)
-    assert found.config.eval.of("a") == EvalSetConfig()
+    assert (found.notes, found.config.reward.type, found.config.eval.of("a")) == ((), "boxed", EvalSetConfig())
     assert run_config_of("owner/model") is None
-
-
-def test_nothing_to_ask_is_refused():
     with pytest.raises(ConfigError, match=r"expected --dataset FILE, or a config with data\.eval"):
         settings("owner/model")
     with pytest.raises(ConfigError, match=r"no config file at nowhere\.toml"):
         settings("owner/model", config=Path("nowhere.toml"))
-
-
-def test_how_a_set_is_answered_is_said_in_words(run: Path):
-    config = settings(run).config
-    assert describe_settings(config, "math") == "8 answers a row, temperature 0.6, at most 200 tokens"
-    config = settings(run, eval__num_samples=1, eval__temperature=0.0, eval__top_k=3).config
-    assert describe_settings(config, "math") == "1 answer a row, temperature 0 (greedy), top-k 3, at most 200 tokens"
 
 
 def test_another_reward_needs_no_reward_model(run: Path):
@@ -190,13 +177,6 @@ def test_another_reward_needs_no_reward_model(run: Path):
     assert (asks.reward.model, list(asks.scorer)) == ("judge", ["judge"])
     boxed = eval_settings([str(run)], eval_options(reward__type="boxed")).config
     assert (boxed.reward.type, boxed.reward.model, boxed.scorer) == ("boxed", None, {})
-
-
-def test_another_reward_needs_no_keys_of_the_runs_own(run: Path):
-    (run / "config.toml").write_text(RUN.replace('"mine.py:right"', '"boxed"\nequality = "exact"\nformat = 0.1'))
-    assert settings(run, reward__type="exact").config.reward.format == 0.1
-    found = settings(run, reward__type="xml_format").config.reward
-    assert (found.type, found.equality, found.format) == ("xml_format", "math", 0.0)
 
 
 def test_a_scorer_on_another_machine_is_not_asked_without_keys(run: Path):

@@ -12,7 +12,7 @@ from async_rl.errors import RunError
 from async_rl.extensions.insight.evaluation.table import Entry, compare, eval_table
 
 
-def write_run(directory: Path, *rows: dict[str, Any]) -> Path:
+def write_metrics(directory: Path, *rows: dict[str, Any]) -> Path:
     directory.mkdir()
     (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return directory
@@ -23,7 +23,7 @@ def eval_row(step: int, dataset: str = "math", **figures: float) -> dict[str, An
 
 
 def test_a_runs_evaluations_are_a_table_by_step(tmp_path: Path):
-    run = write_run(
+    run = write_metrics(
         tmp_path / "run",
         eval_row(0, accuracy=0.25, accuracy_se=0.031, pass_at_1=0.25, pass_at_4=0.5, pass_at_k=0.5, samples=4, rows=20,
                  majority_at_n=0.3, length_mean=7.25, truncated=0.125, version_min=0, version_max=0),
@@ -45,7 +45,7 @@ def test_a_runs_evaluations_are_a_table_by_step(tmp_path: Path):
 
 
 def test_runs_and_models_stand_below_each_other(tmp_path: Path):
-    runs = [write_run(tmp_path / name, eval_row(5, accuracy=a, rows=20)) for name, a in (("a", 0.5), ("b", 0.6))]
+    runs = [write_metrics(tmp_path / name, eval_row(5, accuracy=a, rows=20)) for name, a in (("a", 0.5), ("b", 0.6))]
     out = tmp_path / "out"
     out.mkdir()
     figures = {"model": "base", "dataset": "math", "figures": {"accuracy": 0.4, "rows": 20, "samples": 1}}
@@ -56,23 +56,13 @@ def test_runs_and_models_stand_below_each_other(tmp_path: Path):
     ]  # fmt: skip
 
 
-def test_sets_of_different_rows_are_marked(tmp_path: Path):
-    run = write_run(tmp_path / "run", eval_row(0, accuracy=0.5, rows=20), eval_row(1, accuracy=0.5, rows=5))
+def test_sets_of_different_rows_are_marked_and_what_holds_no_evaluation_is_refused(tmp_path: Path):
+    run = write_metrics(tmp_path / "run", eval_row(0, accuracy=0.5, rows=20), eval_row(1, accuracy=0.5, rows=5))
     assert compare([run])[0] == "math: 5 or 20 rows; DIFFERENT rows: not comparable"
-
-
-def test_what_holds_no_evaluation_is_refused(tmp_path: Path):
     with pytest.raises(RunError, match=r"expected a run directory \(with a metrics\.jsonl\) or an --out directory"):
         compare([tmp_path])
-    with pytest.raises(RunError, match=r"expected evaluations, got none; set data\.eval in the run's config"):
-        compare([write_run(tmp_path / "run", {"step": 1})])
-
-
-def test_pass_at_one_is_shown_only_where_it_is_not_the_accuracy():
-    half = Entry(("a",), {"accuracy": 0.5, "pass_at_1": 0.25, "samples": 1})
-    whole = Entry(("b",), {"accuracy": 0.5, "pass_at_1": 0.5, "samples": 1})
-    assert "pass@1" in eval_table(["of"], [half, whole])[0]
-    assert "pass@1" not in eval_table(["of"], [whole])[0]
+    with pytest.raises(RunError, match=r"expected evaluations, got none"):
+        compare([write_metrics(tmp_path / "none", {"step": 1})])
 
 
 def test_pass_at_all_answers_has_its_number_and_none_where_they_differ():
