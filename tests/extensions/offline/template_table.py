@@ -5,20 +5,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
-from transformers import Qwen2Config
 
 from async_rl.data.chat import render_prompt
 from async_rl.data.template import apply_template
-from async_rl.data.turn_end import turn_ends, write_turn_ends
 from async_rl.errors import DataError
 from async_rl.generator.backend import Sampled
 from async_rl.generator.environment_rollouts import TokenizerText, Trajectory
-from tests.data.public_templates import marks_of, names, tokenizer_of
+from tests.data.public_templates import marks_of, names
 from tests.extensions.offline.test_public_templates import (
     ANSWERED,
     ASKED,
@@ -112,26 +108,12 @@ def second_turn(name: str) -> str:
 
 
 def _ends(name: str) -> tuple[str, str]:
-    """The end token that is trained, and all at which sampling stops. The export of a base model lists the former."""
+    """The end token that is trained, and all at which sampling stops."""
     tokenizer, ends = prepared(name)
     (sequence,) = encoder_of(name).encode_turns(0, [], [ASKED, ANSWERED], "row")
     last = int(sequence.token_ids[sequence.loss_mask][-1])
     assert last in ends.ids
     assert trained(name, sequence).count(spelled(tokenizer, [last])) == 1
-    base = tokenizer_of(name, eos="<|base_end|>", more=["<|base_end|>"])
-    with TemporaryDirectory() as folder:
-        directory = Path(folder)
-        base.save_pretrained(directory)
-        Qwen2Config(vocab_size=len(base)).save_pretrained(directory)
-        listed = directory / "generation_config.json"
-        listed.write_text(json.dumps({"eos_token_id": base.eos_token_id}))
-        of_base = turn_ends(base, directory)
-        write_turn_ends(directory)
-        exported = json.loads(listed.read_text())["eos_token_id"]
-    assert set(exported if isinstance(exported, list) else [exported]) == of_base.ids
-    added = [spelled(base, [token]) for token in of_base.ids if token != base.eos_token_id]
-    # A base model does not list the mark of the next role, with which GLM 4 ends a turn.
-    assert added == ([] if name == "glm4moe" else [spelled(tokenizer, [last])])
     stops = ", ".join(_code(spelled(tokenizer, [token])) for token in sorted(ends.ids))
     return _code(spelled(tokenizer, [last])), stops
 

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from async_rl.data.chat import render_answer, render_prompt
-from async_rl.data.dataset import RowRules, parse_row
 from async_rl.data.template_forms import joined_text
 from async_rl.errors import AsyncRLError
 from async_rl.extensions.offline.forms import pair_parts
@@ -144,15 +143,3 @@ def test_every_word_of_a_prompt_and_of_pairs_is_read_or_refused(name: str, step:
                 assert not missing(name, prompt, spelled(tokenizer, read(prompt))), kinds
             except AsyncRLError as error:
                 assert "chat template fails on a prompt" in str(error)  # noqa: PT017
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_row_of_training_has_every_word_or_is_refused(kind: str):
-    (message,) = numbered([kind])
-    try:
-        row = parse_row({"messages": [message], "gt_answer": "1"}, "f:1", RowRules())
-    except AsyncRLError as error:
-        assert str(error).startswith("f:1: messages[0]: ")  # noqa: PT017
-        assert message.keys() != {"role", "content"}
-        return
-    assert words_of(list(row.messages)) == words_of(message)

@@ -8,7 +8,6 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from async_rl.data.chat import ids_after, places_after
 from async_rl.extensions.offline.rows import RowEncoder
 
 CHAT = (
@@ -52,10 +51,3 @@ def test_an_answer_to_plain_text_begins_without_a_space_that_it_has_not(way: str
     for prompt, answer in (("Q:", "A"), ("Q:", " A"), ("", "A")):
         found = encoder.encode(0, prompt, answer, "row").token_ids.tolist()
         assert found == [*tokenizer(prompt + answer)["input_ids"], tokenizer.eos_token_id]
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_each_token_after_other_text_has_its_place(way: str):
-    tokenizer = tokenizer_of(way)
-    assert tokenizer.convert_ids_to_tokens(ids_after(tokenizer, "Q", "BC A")) == ["B", "C", "▁A"]
-    assert places_after(tokenizer, "Q", "BC A") == [0, 1, 2]

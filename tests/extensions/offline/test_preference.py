@@ -10,13 +10,7 @@ import torch
 from torch import Tensor
 
 from async_rl.config.offline import DpoConfig
-from async_rl.extensions.offline.preference import (
-    PAIR_LOSSES,
-    PairValues,
-    kto_kl,
-    kto_loss,
-    log_odds_ratio,
-)
+from async_rl.extensions.offline.preference import PAIR_LOSSES, PairValues, kto_kl, kto_loss, log_odds_ratio
 
 
 def one_pair(chosen: float, rejected: float) -> tuple[PairValues, Tensor]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import ByT5Tokenizer, Qwen2Config
+from transformers import Qwen2Config
 
 from async_rl.data.template import apply_template
 from async_rl.data.template_forms import adapted, forms_of
@@ -184,23 +184,6 @@ def test_dpo_scores_one_text_an_answer_or_says_what_to_move_to_the_prompt(name: 
     assert trained(name, moved) == trained(name, encoded(name, "two turns")[-1])  # pyright: ignore[reportArgumentType]
 
 
-def test_marks_that_a_python_tokenizer_can_not_place_are_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    tokenizer: Any = ByT5Tokenizer()
-    tokenizer.chat_template = (
-        "{% for m in messages %}{% if m['role'] == 'assistant' %}A:Well, {% generation %}{{ m['content'] }}"
-        "{% endgeneration %}</s>{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}A:{% endif %}"
-    )
-    Qwen2Config(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id).save_pretrained(tmp_path)
-    ends = turn_ends(tokenizer, tmp_path)
-    encoder = RowEncoder(tokenizer, {}, max_length=1000, section="sft", ends=ends)
-    sequence, again = (encoder.encode_turns(0, [], [ASKED, ANSWERED], "row")[0] for _ in range(2))
-    assert sequence.token_ids.tolist() == again.token_ids.tolist()
-    assert tokenizer.decode(sequence.token_ids[sequence.loss_mask]) == f"Well, {ANSWERED['content']}</s>"
-    (record,) = caplog.records
-    assert "ByT5Tokenizer) does not know the characters of its tokens" in record.getMessage()
-
-
 @pytest.mark.parametrize(
     ("message", "error"),
     [
@@ -227,24 +210,3 @@ def test_a_refused_row_of_tools_is_accepted_as_its_advice_says(name: str):
     row = [ASKED, called, {"role": "user", "content": "12"}, ANSWERED]
     (sequence,) = encoder_of(name).encode_turns(0, [], row, "row")
     assert "Bonn" in trained(name, sequence)
-
-
-REWRITTEN: list[list[dict[str, Any]]] = [
-    [ASKED, ANSWERED, {"role": "assistant", "content": "A2"}],
-    [ASKED, {"role": "assistant", "content": "A1", "tool_calls": [CALL]}, *MORE],
-]
-
-
-@pytest.mark.parametrize("row", REWRITTEN)
-@pytest.mark.parametrize("name", cases())
-def test_what_stands_before_an_answer_is_never_trained_with_it(name: str, row: list[dict[str, Any]]):
-    # Qwen3 renders an answer otherwise once a second one follows, gpt-oss a call without a result.
-    try:
-        sequences = encoder_of(name).encode_turns(0, [], row, "row")
-    except AsyncRLError as error:
-        assert str(error).startswith("row: ")  # noqa: PT017
-        if "joins with the message before it; join the two" not in str(error):
-            return
-        sequences = encoder_of(name).encode_turns(0, [], [ASKED, {**ANSWERED, "content": "A1A2"}], "row")
-    texts = "".join(trained(name, sequence) for sequence in sequences)
-    assert (texts.count("A1"), texts.count("A2"), texts.count("Q")) == (1, 1, 0)

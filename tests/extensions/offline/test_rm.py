@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from async_rl.data.chat import load_tokenizer, render_answer
 from async_rl.errors import DataError
@@ -19,7 +20,6 @@ from async_rl.records import TEXT_ROLE
 from tests.extensions.offline.offline_run import metrics, offline_config
 from tests.extensions.offline.read import scored_pairs
 from tests.extensions.offline.test_sft_rows import rows_file
-from tests.learner.tiny import tiny_model
 
 
 def pair_rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
@@ -53,8 +53,7 @@ def test_the_loss_is_minus_the_log_sigmoid_of_the_difference_less_the_margin():
     assert pair_metrics(torch.ones(4), torch.ones(4), torch.zeros(4))["accuracy"] == 0.5, "a tie counts half"
 
 
-def test_text_is_scored_at_its_end_token_as_the_scorer_reads_it(tmp_path: Path):
-    tokenizer = load_tokenizer(tiny_model(tmp_path / "model"))
+def test_text_is_scored_at_its_end_token_as_the_scorer_reads_it(tmp_path: Path, tokenizer: Tokenizer):
     rows = [
         {"prompt": "ab", "chosen": "c", "rejected": "de", "margin": 0.5},
         {"prompt": "ab", "chosen": "c", "rejected": "de", "margin": "0.25"},  # CSV has text
@@ -71,19 +70,14 @@ def test_text_is_scored_at_its_end_token_as_the_scorer_reads_it(tmp_path: Path):
     assert render_answer(tokenizer, asked, "c").tolist() == pairs[0].chosen.token_ids[:-1].tolist()
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": "x"}, ":1: margin: expected a finite number"),
-        ({"prompt": "a" * 99, "chosen": "b", "rejected": "c"}, "expected a pair of at most rm.max_length = 20"),
-    ],
-)
-def test_a_margin_that_is_none_and_pairs_that_are_all_too_long_are_refused(
-    tmp_path: Path, row: dict[str, Any], message: str
-):
-    tokenizer = load_tokenizer(tiny_model(tmp_path / "model"))
-    with pytest.raises(DataError, match=message):
-        scored_pairs(rows_file(tmp_path, row), tokenizer, max_length=20)
+def test_a_margin_that_is_none_and_pairs_that_are_all_too_long_are_refused(tmp_path: Path, tokenizer: Tokenizer):
+    for changed, message in (
+        ({"margin": "x"}, ":1: margin: expected a finite number"),
+        ({"prompt": "a" * 99}, "expected a pair of at most rm.max_length = 20"),
+    ):
+        row = {"prompt": "a", "chosen": "b", "rejected": "c", **changed}
+        with pytest.raises(DataError, match=message):
+            scored_pairs(rows_file(tmp_path, row), tokenizer, max_length=20)
 
 
 def test_training_begins_at_log_2_puts_pairs_in_order_and_writes_a_classifier(tmp_path: Path):

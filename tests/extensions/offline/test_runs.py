@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from async_rl.data.chat import load_tokenizer
 from async_rl.errors import ConfigError, DataError, ModelError, RunError
 from async_rl.extensions.offline.batches import batch_of
 from async_rl.extensions.offline.tasks import train
-from async_rl.learner.checkpoints import writer
 from async_rl.learner.checkpoints.digests import renew_entry
 from async_rl.learner.checkpoints.files import checkpoint_name, latest_checkpoint, read_extra, write_extra
 from async_rl.process.fault_points import OFFLINE_FAULT_POINTS
@@ -39,6 +37,8 @@ ALL = (
 OF_TWO = (ALL[0], "learner.forward-rank-1", "learner.backward-rank-1", *ALL[1:])
 LORA = {"lora": {"rank": 4, "alpha": 8.0}}
 KTO = {"dpo": {"loss": "kto"}}
+SHARED = {"parallel": {"sequence": 2}}
+SLOW, LONG = pytest.mark.slow, pytest.mark.long
 
 
 def assert_same_bits(root: Path, expected: Path, command: str) -> None:
@@ -103,20 +103,6 @@ def test_a_signal_at_one_of_two_ranks_saves_for_both(tmp_path: Path):
     assert saved.name == checkpoint_name(len(metrics(tmp_path / "two", "sft")))
 
 
-def test_steps_go_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    begun, waited = threading.Event(), list[bool]()
-    real_write_manifest = writer.write_manifest
-
-    def written_after_step_7_has_begun(directory: Path) -> None:
-        waited.append(begun.wait(60))
-        real_write_manifest(directory)
-
-    monkeypatch.setattr(writer, "write_manifest", written_after_step_7_has_begun)
-    with in_step(7, begun.set):
-        train("sft", offline_config(tmp_path, "sft", sft={"checkpoint_every": 6}))
-    assert waited == [True] * 2  # steps 6 and 12
-
-
 def kill_at(directory: Path, point: str, world_size: int) -> None:
     (directory / "point").write_text(point)
     ended = finish_ranks(start_ranks("offline", directory, world_size=world_size))
@@ -133,19 +119,12 @@ def test_every_fault_point_of_training_on_given_rows_is_tested():
 @pytest.mark.parametrize(
     ("command", "points", "sections"),
     [
-        pytest.param("dpo", ("offline.reference_scored", "learner.backward"), {}, marks=pytest.mark.slow, id="some"),
+        pytest.param("dpo", ("offline.reference_scored", "learner.backward"), {}, marks=SLOW, id="some"),
+        pytest.param("dpo", ALL, KTO, marks=LONG, id="kto"),
+        pytest.param("dpo", ALL, LORA, marks=LONG, id="adapters"),
         *(
-            pytest.param(command, points, sections, marks=pytest.mark.long, id=f"{command}, {name}")
-            for command, name, points, sections in (
-                ("sft", "one rank", ALL, {}),
-                ("sft", "two ranks", OF_TWO, {}),
-                ("dpo", "kto", ALL, KTO),
-                ("dpo", "adapters", ALL, LORA),
-                ("dpo", "two ranks", OF_TWO, {}),
-                ("dpo", "two ranks share sequences", OF_TWO, {"parallel": {"sequence": 2}}),
-                ("rm", "two ranks", OF_TWO, {}),
-                ("rm", "two ranks share sequences", OF_TWO, {"parallel": {"sequence": 2}}),
-            )
+            pytest.param(command, OF_TWO, sections, marks=LONG, id=f"{command}, two ranks, {sections}")
+            for command, sections in (("sft", {}), ("dpo", {}), ("dpo", SHARED), ("rm", {}), ("rm", SHARED))
         ),
     ],
 )
@@ -167,19 +146,14 @@ def test_a_run_killed_at_every_fault_point_ends_with_the_bits_of_an_undisturbed_
 @pytest.mark.parametrize(
     ("command", "sections"),
     [
-        pytest.param("sft", {}, marks=pytest.mark.slow, id="sft, data"),
-        pytest.param("dpo", {"parallel": {"sequence": 2}}, marks=pytest.mark.slow, id="dpo, sequence"),
-        pytest.param("rm", {"parallel": {"sequence": 2}, **LORA}, marks=pytest.mark.slow, id="rm, sequence, adapters"),
+        pytest.param("sft", {}, marks=SLOW),
+        pytest.param("dpo", SHARED, marks=SLOW),
+        pytest.param("rm", SHARED | LORA, marks=SLOW),
+        pytest.param("dpo", KTO, marks=LONG),
         *(
-            pytest.param(command, sections, marks=pytest.mark.long, id=f"{command}, {name}")
+            pytest.param(command, sections, marks=LONG)
             for command in ("dpo", "rm")
-            for name, sections in (
-                ("data, adapters", LORA),
-                ("pipeline", {"parallel": {"pipeline": 2}}),
-                ("tensor", {"parallel": {"tensor": 2}}),
-                ("kto", KTO),
-            )
-            if command == "dpo" or name != "kto"
+            for sections in (LORA, {"parallel": {"pipeline": 2}}, {"parallel": {"tensor": 2}})
         ),
     ],
 )
@@ -309,16 +283,6 @@ def test_a_row_with_a_token_beyond_the_embedding_is_refused_before_the_model_is_
 def test_a_row_that_fits_no_micro_batch_is_refused_by_both_keys(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"learner\.max_tokens: .* sft\.max_length"):
         train("sft", offline_config(tmp_path, "sft", learner={"max_tokens": 6}))
-
-
-def test_a_key_of_a_logger_that_is_missing_is_refused_before_the_rows_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    config = offline_config(tmp_path, "sft", log={"to": ["wandb"]}, sft={"data": str(tmp_path / "absent.jsonl")})
-    with pytest.raises(ConfigError, match="WANDB_API_KEY"):
-        train("sft", config)
 
 
 def test_a_run_that_is_resumed_before_its_last_step_is_one_run_in_tensorboard(tmp_path: Path):

@@ -5,15 +5,15 @@ from __future__ import annotations
 import csv
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import datasets
 import numpy as np
 import pyarrow
 import pytest
 from pyarrow import parquet
-from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from async_rl.data.chat import load_tokenizer, render_prompt
 from async_rl.errors import DataError, ModelError
@@ -21,17 +21,8 @@ from async_rl.records import TEXT_ROLE
 from tests.extensions.offline.read import sft_rows
 from tests.learner.tiny import tiny_model
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-
 ASK, SAY = {"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}
 ASKED = "<|user|>1+1<|end|>\n<|assistant|>"
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
-    return load_tokenizer(tiny_model(tmp_path_factory.mktemp("model")))
 
 
 def rows_file(directory: Path, *rows: Any) -> Path:
@@ -40,31 +31,20 @@ def rows_file(directory: Path, *rows: Any) -> Path:
     return path
 
 
-def spelled(tokenizer: PreTrainedTokenizerBase, token_ids: np.ndarray) -> str:
+def spelled(tokenizer: Tokenizer, token_ids: np.ndarray) -> str:
     """Tokens of this tokenizer are characters and special tokens, so joining them is exact."""
     return "".join(tokenizer.convert_ids_to_tokens(token_ids.tolist()))
 
 
-def test_every_assistant_turn_is_trained_on_up_to_its_end_token(tmp_path: Path, tokenizer: PreTrainedTokenizerBase):
+def test_every_assistant_turn_is_trained_on_up_to_its_end_token(tmp_path: Path, tokenizer: Tokenizer):
     messages = [{"role": "system", "content": "add"}, ASK, SAY, ASK, SAY, {"role": "user", "content": "left out"}]
     (row,) = sft_rows(rows_file(tmp_path, {"messages": messages}), tokenizer, max_length=100)
     assert spelled(tokenizer, row.token_ids[row.loss_mask]) == "2<|end|>2<|end|>"
     assert spelled(tokenizer, row.token_ids) == f"<|system|>add<|end|>\n{ASKED}2<|end|>\n{ASKED}2<|end|>\n"
 
 
-def test_an_end_token_that_the_tokenizer_only_marks_as_special_ends_the_loss(tmp_path: Path):
-    # As in Gemma, whose <end_of_turn> has no role such as that of eos_token.
-    marked: Any = load_tokenizer(tiny_model(tmp_path / "model"))
-    marked.add_tokens([AddedToken("<stop>", special=True)], special_tokens=False)
-    assert "<stop>" not in marked.all_special_tokens
-    marked.chat_template = marked.chat_template.replace("<|end|>", "<stop>")
-    (row,) = sft_rows(rows_file(tmp_path, {"messages": [ASK, SAY]}), marked, max_length=50)
-    assert spelled(marked, row.token_ids) == "<|user|>1+1<stop>\n<|assistant|>2<stop>\n"
-    assert spelled(marked, row.token_ids[row.loss_mask]) == "2<stop>"
-
-
 def test_long_rows_are_cut_on_the_right_and_counted(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ):
     path = rows_file(tmp_path, {"prompt": "abc", "response": "defgh"}, {"prompt": "abc", "response": "d"})
     row, _ = sft_rows(path, tokenizer, max_length=5)
@@ -77,22 +57,23 @@ def test_long_rows_are_cut_on_the_right_and_counted(
     ("row", "whole", "trained"),
     [
         ({"prompt": "1+1=", "completion": "2"}, "1+1=2<|end|>", "2<|end|>"),
-        ({"prompt": [ASK], "completion": [SAY]}, f"{ASKED}2<|end|>\n", "2<|end|>"),
         ({"prompt": [ASK], "response": "2"}, f"{ASKED}2<|end|>\n", "2<|end|>"),
         ({"prompt": ASK, "response": SAY}, f"{ASKED}2<|end|>\n", "2<|end|>"),
         ({"prompt": "1+1", "completion": [SAY]}, f"{ASKED}2<|end|>\n", "2<|end|>"),
         ({"prompt": [ASK], "completion": [ASK, SAY]}, f"{ASKED}2<|end|>\n", "2<|end|>"),
+        ({"prompt": "free", "prompt_id": "z", "messages": [ASK, SAY]}, f"{ASKED}2<|end|>\n", "2<|end|>"),  # UltraChat
         ({"messages": [ASK], "completion": [SAY]}, f"{ASKED}2<|end|>\n", "2<|end|>"),
         ({"prompt": [ASK, SAY, ASK], "response": "2"}, f"{ASKED}2<|end|>\n{ASKED}2<|end|>\n", "2<|end|>"),
         ({"messages": [ASK, SAY], "prompt": "1+1", "response": "9"}, f"{ASKED}2<|end|>\n", "2<|end|>"),
         ({"prompt": None, "messages": [ASK, {**SAY, "name": None}]}, f"{ASKED}2<|end|>\n", "2<|end|>"),
         ({"text": "1+1=2", "when": None}, "1+1=2<|end|>", "+1=2<|end|>"),
         ({"text": "1+1=2<|end|>"}, "1+1=2<|end|>", "+1=2<|end|>"),
+        ({"instruction": "1+1", "input": "?", "output": "2", "text": "1+1=2"}, "1+1=2<|end|>", "+1=2<|end|>"),  # alpaca
     ],
 )
 @pytest.mark.parametrize("form", [".jsonl", ".parquet", ".csv", ".json", "_saved"])
 def test_every_form_of_a_row_says_what_is_trained(
-    row: dict[str, Any], whole: str, trained: str, form: str, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+    row: dict[str, Any], whole: str, trained: str, form: str, tmp_path: Path, tokenizer: Tokenizer
 ):
     if form == ".csv":
         row = {key: value for key, value in row.items() if value is not None}
@@ -116,7 +97,7 @@ def test_text_has_the_start_token_that_sampling_would_use_and_no_second_one(tmp_
         assert found.loss_mask.tolist() == [False] * num_context + [True] * (5 - num_context)
 
 
-def test_an_empty_prompt_does_not_train_on_the_first_token(tmp_path: Path, tokenizer: PreTrainedTokenizerBase):
+def test_an_empty_prompt_does_not_train_on_the_first_token(tmp_path: Path, tokenizer: Tokenizer):
     (row,) = sft_rows(rows_file(tmp_path, {"prompt": "", "response": "ab"}), tokenizer, max_length=5)
     assert row.loss_mask.tolist() == [False, True, True]
 
@@ -128,7 +109,6 @@ GOOD = {"prompt": "a", "response": "b"}
     ("row", "message"),
     [
         ("{not json", "expected one JSON object per line"),
-        ("[1, 2]", "expected a JSON object, got a list of 2"),
         ({"prompt": "a", "answer": "b"}, r"got keys \['answer', 'prompt'\]"),
         ({"messages": [{"role": "user"}]}, '"role" and "content" as text'),
         ({"messages": [{"role": "user", "content": "a"}]}, 'with the role "assistant", got the roles'),
@@ -136,9 +116,7 @@ GOOD = {"prompt": "a", "response": "b"}
         ({"prompt": "abcdefghij", "response": "k"}, "raise sft.max_length"),
     ],
 )
-def test_a_bad_row_is_named_by_file_and_line(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, row: Any, message: str
-):
+def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, tokenizer: Tokenizer, row: Any, message: str):
     path = rows_file(tmp_path, GOOD, "", row)
     with pytest.raises(DataError, match=message) as caught:
         sft_rows(path, tokenizer, max_length=8)
@@ -151,35 +129,23 @@ REWRITES = (
 )
 
 
-def test_a_template_that_rewrites_earlier_turns_gives_one_sequence_for_each(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
-):
-    roles = ("user", "assistant", "user", "assistant")
-    messages = [{"role": role, "content": content} for role, content in zip(roles, "abcd", strict=True)]
+def test_a_template_that_rewrites_earlier_turns_gives_one_sequence_for_each(tmp_path: Path, tokenizer: Tokenizer):
+    messages = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, "abcd", strict=True)]
     path = rows_file(tmp_path, {"messages": messages}, {"messages": messages[:2]})
-    kept, tokenizer.chat_template = tokenizer.chat_template, REWRITES
-    try:
-        rows = sft_rows(path, tokenizer, max_length=50)
-        last = sft_rows(path, tokenizer, max_length=50, only_last=True)
-    finally:
-        tokenizer.chat_template = kept
+    tokenizer.chat_template = REWRITES
+    rows = sft_rows(path, tokenizer, max_length=50)
+    last = sft_rows(path, tokenizer, max_length=50, only_last=True)
     # An earlier answer is shown as x: each turn is trained as it is when it is the last.
-    assert [(row.sequence_id, spelled(tokenizer, row.token_ids)) for row in rows] == [
-        (0, "ab<|end|>"),
-        (0, "axcd<|end|>"),
-        (1, "ab<|end|>"),
-    ]
+    found = [(row.sequence_id, spelled(tokenizer, row.token_ids)) for row in rows]
+    assert found == [(0, "ab<|end|>"), (0, "axcd<|end|>"), (1, "ab<|end|>")]
     assert [spelled(tokenizer, row.token_ids[row.loss_mask]) for row in rows] == ["b<|end|>", "d<|end|>", "b<|end|>"]
     assert [spelled(tokenizer, row.token_ids[row.loss_mask]) for row in last] == ["d<|end|>", "b<|end|>"]
 
 
-@pytest.mark.parametrize("content", [None, "\n\n"])
-def test_a_file_without_rows_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, content: str | None):
-    path = tmp_path / "rows.jsonl"
-    if content is not None:
-        path.write_text(content)
-    with pytest.raises(DataError, match=r"sft\.data"):
-        sft_rows(path, tokenizer, max_length=8)
+def test_a_file_without_rows_is_refused(tmp_path: Path, tokenizer: Tokenizer):
+    for path in (tmp_path / "none.jsonl", rows_file(tmp_path, "", "")):
+        with pytest.raises(DataError, match=r"sft\.data"):
+            sft_rows(path, tokenizer, max_length=8)
 
 
 def write_in(form: str, directory: Path, rows: list[dict[str, Any]]) -> Path:
@@ -200,8 +166,8 @@ def write_in(form: str, directory: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def test_a_bad_row_of_a_table_is_named_by_its_number(tmp_path: Path, tokenizer: PreTrainedTokenizerBase):
-    path = write_in(".parquet", tmp_path, [{"prompt": "a", "response": "b"}, {"prompt": "a", "response": None}])
+def test_a_bad_row_of_a_table_is_named_by_its_number(tmp_path: Path, tokenizer: Tokenizer):
+    path = write_in(".parquet", tmp_path, [GOOD, GOOD | {"response": None}])
     with pytest.raises(DataError, match=r"rows\.parquet: row 2: expected .* got keys \['prompt'\]"):
         sft_rows(path, tokenizer, max_length=8)
 
@@ -212,19 +178,10 @@ TOOL_TEMPLATE = (
 )
 
 
-def test_the_template_gets_its_arguments_and_the_tools_of_the_run_or_of_the_row(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
-):
-    kept, tokenizer.chat_template = tokenizer.chat_template, TOOL_TEMPLATE
-    arguments = {"tools": [{"name": "x"}]}
+def test_the_template_gets_its_arguments_and_the_tools_of_the_run_or_of_the_row(tmp_path: Path, tokenizer: Tokenizer):
+    tokenizer.chat_template = TOOL_TEMPLATE
     path = rows_file(tmp_path, {"messages": [ASK, SAY]}, {"messages": [ASK, SAY], "tools": [{"name": "yy"}]})
-    try:
-        rows = sft_rows(path, tokenizer, max_length=50, arguments=arguments)
-        assert [spelled(tokenizer, row.token_ids) for row in rows] == ["x1+1.2.<|end|>", "yy1+1.2.<|end|>"]
-        with pytest.raises(ModelError, match=r"data\.chat_template_kwargs\.marc: "):
-            sft_rows(path, tokenizer, max_length=50, arguments={"marc": "="})
-        tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-        with pytest.raises(ModelError, match=r"data\.tools: the chat template of model\.path does not read tools"):
-            sft_rows(path, tokenizer, max_length=50)
-    finally:
-        tokenizer.chat_template = kept
+    rows = sft_rows(path, tokenizer, max_length=50, arguments={"tools": [{"name": "x"}]})
+    assert [spelled(tokenizer, row.token_ids) for row in rows] == ["x1+1.2.<|end|>", "yy1+1.2.<|end|>"]
+    with pytest.raises(ModelError, match=r"data\.chat_template_kwargs\.marc: "):
+        sft_rows(path, tokenizer, max_length=50, arguments={"marc": "="})

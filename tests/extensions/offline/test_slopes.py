@@ -111,11 +111,3 @@ def test_two_ranks_have_it_too_whether_pairs_lie_apart_or_ranks_share_sequences(
     for name in ("data", "sequence"):
         loss, gradient = torch.load(root / f"sloped_{name}.pt")
         assert_plain_gradient(root, loss, gradient)
-
-
-def test_a_loss_without_its_column_is_refused_although_one_value_and_none_would_multiply():
-    sequence = random_sequences(1, 2)[0]
-    batch = to_device(pack([sequence], max_tokens=64, num_ranks=1)[0][0], torch.device("cpu"))
-    one = torch.zeros(1, requires_grad=True)
-    with pytest.raises(ValueError, match=r"expected tensors of one shape \[N\], got \[\[1\], \[0\]\]"):
-        SlopeObjective()(batch, TokenLogprobs(one, torch.zeros(1)), version=0)

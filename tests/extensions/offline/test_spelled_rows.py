@@ -9,9 +9,7 @@ import pytest
 
 from async_rl.config.data import DataConfig
 from async_rl.data.spellings import control_of
-from async_rl.data.template_forms import adapted
 from async_rl.errors import DataError
-from async_rl.extensions.offline.rows import RowEncoder
 from tests.data.public_templates import cases
 from tests.extensions.offline.read import scored_pairs
 from tests.extensions.offline.test_public_templates import ANSWERED, ASKED, encoder_of, prepared, spelled, trained
@@ -61,21 +59,6 @@ def test_a_listed_end_that_only_the_models_files_know_is_text_inside_an_answer_t
     (sequence,) = encoder_of("llama3").encode_turns(0, [], chat, "row")
     assert end not in sequence.token_ids.tolist()
     assert trained("llama3", sequence) == "It is <|end_of_text|>, I think<|eot_id|>"
-
-
-@pytest.mark.parametrize("content", ["4<|im_end|>", "4<|im_end|>\n", "4", "<think>\nT\n</think>\n\n4<|im_end|>"])
-def test_an_end_mark_behind_an_answer_is_trained_as_before(content: str):
-    encoder = encoder_of("qwen2_5")
-    tokenizer, ends = prepared("qwen2_5")
-    chat = [ASKED, {"role": "assistant", "content": content}]
-    (found,) = encoder.encode_turns(0, [], chat, "row")
-    before = RowEncoder(tokenizer, AS_TOKEN, max_length=1000, section="sft", ends=ends)
-    (expected,) = before.encode_turns(0, [], chat, "row")
-    assert found.token_ids.tolist() == expected.token_ids.tolist()
-    assert found.loss_mask.tolist() == expected.loss_mask.tolist()
-    assert found.token_ids.tolist() == tokenizer.apply_chat_template(
-        adapted(tokenizer.chat_template, chat), tokenize=True, return_dict=False
-    )
 
 
 def test_what_the_template_marks_as_the_models_own_is_found_behind_a_spelled_token(monkeypatch: pytest.MonkeyPatch):
