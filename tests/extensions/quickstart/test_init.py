@@ -93,49 +93,42 @@ def test_a_model_gets_a_learning_rate_that_moves_its_weights_and_lengths_that_fi
 
 
 @pytest.mark.parametrize(
-    ("row", "commands"),
+    ("row", "reward", "note"),
     [
-        ({"prompt": "q", "chosen": "a", "rejected": "b"}, "`async-rl dpo` and `async-rl rm`"),
-        ({"prompt": "q", "completion": "a", "label": True}, '`async-rl dpo` with dpo.loss = "kto"'),
-        ({"prompt": "q", "response": "a"}, "`async-rl sft`"),
-        ({"prompt": "q", "response": "a", "gt_answer": "a"}, None),
+        ({"prompt": "Add.", "test_cases": {"inputs": ["1 2"], "outputs": ["3"]}}, "code", ""),
+        ({"question": "q", "answer": "2 + 2 = 4\n#### 4"}, "reward.py:score", ""),
+        ({"question": "q", "answer": "so it is \\boxed{4}"}, "reward.py:score", ""),
+        ({"question": "q", "answer": "two lines:\n4"}, "reward.py:score", ""),
+        ({"prompt": "q", "chosen": "a", "rejected": "b"}, "reward.py:score", "`async-rl dpo` and `async-rl rm`"),
+        ({"prompt": "q", "completion": "a", "label": True}, "boxed", '`async-rl dpo` with dpo.loss = "kto"'),
+        ({"prompt": "q", "response": "a"}, "reward.py:score", "`async-rl sft`"),
+        ({"prompt": "q", "response": "a", "gt_answer": "a"}, "boxed", ""),
     ],
 )
-def test_rows_of_another_command_get_a_note(
-    row: dict[str, object], commands: str | None, capsys: pytest.CaptureFixture[str]
+def test_the_reward_follows_from_the_rows_and_rows_of_another_command_get_a_note(
+    row: dict[str, object], reward: str, note: str, capsys: pytest.CaptureFixture[str]
 ):
     Path("rows.jsonl").write_text(json.dumps(row) + "\n")
-    init("--model", "m", "--data", "rows.jsonl", "--gpus", "0", "--reward", "own")
-    said = capsys.readouterr().err
-    assert (f"{commands} can train on them without a reward" if commands else "") in said
-    assert ("note: the rows of rows.jsonl" in said) == (commands is not None)
-
-
-@pytest.mark.parametrize(
-    ("row", "reward"),
-    [
-        ({"prompt": "Add.", "test_cases": {"inputs": ["1 2"], "outputs": ["3"]}}, "code"),
-        ({"question": "q", "answer": "2 + 2 = 4\n#### 4"}, "reward.py:score"),
-        ({"question": "q", "answer": "so it is \\boxed{4}"}, "reward.py:score"),
-        ({"question": "q", "answer": "two lines:\n4"}, "reward.py:score"),
-        ({"prompt": "Write a short poem."}, "reward.py:score"),
-    ],
-)
-def test_the_reward_follows_from_the_rows(row: dict[str, object], reward: str, capsys: pytest.CaptureFixture[str]):
-    Path("rows.jsonl").write_text(json.dumps(row) + "\n")
-    init("--model", "m", "--data", "rows.jsonl", "--gpus", "0")
+    rows = ("--model", "m", "--data", "rows.jsonl", "--gpus", "0")
+    init(*rows)
     assert load_config("run.toml").reward.type == reward
-    if "answer" in row:
-        init("two.toml", "--model", "m", "--data", "rows.jsonl", "--gpus", "0", "--reward", "boxed")
+    said = capsys.readouterr().err
+    assert note in said
+    assert ("note: the rows of rows.jsonl" in said) == bool(note)
+    if "answer" in row:  # whole solutions
+        init("two.toml", *rows, "--reward", "boxed")
         assert "seems to have whole solutions" in capsys.readouterr().err
 
 
-def test_an_own_reward_is_allowed_and_never_replaced(capsys: pytest.CaptureFixture[str]):
+def test_an_own_reward_is_allowed_and_files_are_never_replaced(capsys: pytest.CaptureFixture[str]):
     Path("reward.py").write_text("mine")
     init(*SUMS, "--reward", "own")
     assert load_config("run.toml").generator.allow_code == ("reward.py",)
     assert Path("reward.py").read_text() == "mine"
     assert "reward.py exists and stays as it is" in capsys.readouterr().out
+    Path("run.toml").write_text("mine")
+    assert "run.toml exists" in refusal(capsys, "init", *SUMS)
+    assert Path("run.toml").read_text() == "mine"
 
 
 def own_score(text: str, reward_data: dict[str, Any]) -> float:
@@ -160,16 +153,6 @@ def test_the_own_reward_finds_the_right_answer_in_the_text_and_says_that_long_on
     assert "reward.py: write its function score" in capsys.readouterr().out
 
 
-def test_without_evaluation_data_the_config_says_how_to_add_some():
-    init(*SUMS)
-    text = Path("run.toml").read_text()
-    assert "eval" not in tomllib.loads(text)
-    head, _, commented = text.rpartition("# [data.eval]\n")
-    Path("run.toml").write_text(head + "[data.eval]\n" + commented.replace("# ", ""))
-    config = load_config("run.toml")
-    assert (config.data.eval, config.eval.every) == ({"held_out": "held_out.jsonl"}, 25)
-
-
 @pytest.mark.parametrize("num_bytes", [100, 1000])
 def test_a_full_disk_leaves_no_half_written_pair(num_bytes: int, folder: Path, capsys: pytest.CaptureFixture[str]):
     # 100 bytes cut reward.py. 1000 bytes hold it and cut the config.
@@ -179,15 +162,6 @@ def test_a_full_disk_leaves_no_half_written_pair(num_bytes: int, folder: Path, c
     assert [path.name for path in folder.iterdir()] == ["sums.csv"]
     init(*arguments)
     assert len(Path("reward.py").read_text()) < 1000 < len(Path("run.toml").read_text())
-
-
-def test_a_failed_write_leaves_the_users_reward(folder: Path, capsys: pytest.CaptureFixture[str]):
-    Path("reward.py").write_text("mine")
-    Path("run.toml").symlink_to(folder / "nowhere" / "run.toml")
-    said = refusal(capsys, "init", *SUMS, "--reward", "own")
-    assert "can't write run.toml: File exists" in said
-    assert Path("reward.py").read_text() == "mine"
-    assert Path("run.toml").is_symlink()
 
 
 @pytest.mark.parametrize(
@@ -210,12 +184,6 @@ def test_a_wrong_answer_is_one_message_and_nothing_is_written(
     assert expected in refusal(capsys, "init", *arguments)
     assert not (folder / "run.toml").exists()
     assert not (folder / "reward.py").exists()
-
-
-def test_an_existing_config_is_never_replaced(capsys: pytest.CaptureFixture[str]):
-    Path("run.toml").write_text("mine")
-    assert "run.toml exists" in refusal(capsys, "init", "--model", "m", "--data", "sums.csv")
-    assert Path("run.toml").read_text() == "mine"
 
 
 def test_a_terminal_is_asked_for_what_the_options_leave_open(
@@ -246,16 +214,11 @@ def test_a_wrong_answer_in_a_terminal_is_asked_for_again(
     init()
     assert not any(answers.values())
     said = capsys.readouterr().err
-    for message in (
-        "there is no models/none",
-        "a directory without config.json",
-        "no dataset at nothing.csv",
-        "expected a column of rows.jsonl",
-        "got 'boxing'",
-        "expected a column with the right answers",
-        "got 'two'",
-    ):
-        assert message in said
+    messages = (
+        "there is no models/none", "a directory without config.json", "no dataset at nothing.csv", "got 'two'",
+        "expected a column of rows.jsonl", "got 'boxing'", "expected a column with the right answers",
+    )  # fmt: skip
+    assert [message for message in messages if message not in said] == []
     config = load_config("run.toml")
     assert (config.model.path, config.reward.type, config.generator.count) == ("some/model", "reward.py:score", 1)
     assert config.data.columns == {"prompt": "puzzle"}
@@ -278,7 +241,8 @@ def test_the_first_prompt_of_a_local_model_fits(folder: Path, capsys: pytest.Cap
 @pytest.mark.slow
 def test_doctor_passes_what_init_writes(folder: Path, capsys: pytest.CaptureFixture[str]):
     task = write_tiny_task(folder)
-    init("--model", task["model"], "--data", task["train"], "--eval", task["held_out"], "--reward", "own")
+    rows = ("--data", task["train"], "--eval", task["held_out"])
+    init("--model", task["model"], *rows, "--reward", "own", "--gpus", "0")
     with pytest.raises(SystemExit) as leaving:
         main(["doctor", "run.toml"])
     assert not leaving.value.code, capsys.readouterr().out
