@@ -40,7 +40,7 @@ def write_config(directory: Path, **sections: dict[str, Any]) -> Path:
     return path
 
 
-def make_run(directory: Path, *, num_steps: int = 20, tokens: Sequence[int] = (5, 15, 8, 12), **figures: Any) -> Path:
+def make_run(directory: Path, *, num_steps: int = 20, tokens: Sequence[int] = (5, 15, 8, 12), more: Any = None) -> Path:
     """A run of one generator with 8 slots. A step takes 10 s: 3 s of waiting, 6 s of training 80 tokens, 1 s after it.
 
     The slots are busy for 7.5 of 10 s, so 60 of 80 sequence-seconds; with 8 tokens/s that is 0.75 s for a token. A
@@ -50,7 +50,7 @@ def make_run(directory: Path, *, num_steps: int = 20, tokens: Sequence[int] = (5
         "version": 1, "time/step_s": 10.0, "time/wait_s": 3.0, "time/train_s": 6.0, "tokens/trained": 60,
         "tokens/masked": 20, "time/generate_s": 7.5, "throughput/generated_tokens_per_s": 8.0, "generators": 1,
         "idle/generators": 0.19, "idle/leases": 0.06, "idle/weights": 0.04, "time/transfer_s": 0.5, "time/pause_s": 0.1,
-        "weights/bytes": 1000, "length/mean": 10.0, **figures,
+        "weights/bytes": 1000, "length/mean": 10.0, **(more or {}),
     }  # fmt: skip
     rows = [{"step": n, "time_s": 10.0 * n, **row} for n in range(1, num_steps + 1)]
     groups = {"trained": 60, "filtered": 20, "dropped": {}}
@@ -76,7 +76,7 @@ def test_rates_are_measured_in_the_rows_of_a_run(tmp_path):
 def test_a_decode_step_is_faster_with_few_sequences_if_the_run_has_measured_that(tmp_path):
     # 0.81 of a slot's time is busy with 60 sequence-seconds in 10 s, so 7.4 sequences run. With 0.3 s a step and 0.1 s
     # a sequence the time of a step of 7.4 is as above.
-    run = make_run(tmp_path, **{"time/decode_step_s": 0.3, "time/decode_sequence_s": 0.1})
+    run = make_run(tmp_path, more={"time/decode_step_s": 0.3, "time/decode_sequence_s": 0.1})
     rates, running = measure(RunDir(run)), 60 / 8.1
     assert rates.decode_s(1) / rates.decode_s(11) == pytest.approx(0.4 / 1.4)
     assert rates.decode_step_s + rates.decode_sequence_s * running == pytest.approx(0.75 * 0.9 / 0.81)

@@ -46,7 +46,7 @@ class Answering(ScriptedBackend):
 
     def step(self) -> list[Sampled]:
         lease, (index, *prompt_ids) = self._running.pop()
-        text = self.answers[lease.prompt.row][index]
+        text = self.answers[lease.prompt.row][int(index)]
         length = len(text)
         return [
             Sampled(
@@ -230,6 +230,23 @@ def test_models_are_asked_the_same_one_after_the_other(model: Path, dataset: Pat
         run_eval([models[0], models[0]], eval_settings(models, options))
 
 
+def test_environments_are_played_offline_by_a_config(model: Path, tmp_path: Path):
+    config, games = tmp_path / "games.toml", tmp_path / "games.jsonl"
+    config.write_text(
+        f"run.dir = 'r'\nmodel.path = '{model}'\neval.num_samples = 3\neval.temperature = 1.0\n"
+        f"environment = {{ name = '{GUESS}', max_turns = 2, max_turn_tokens = 3, extra = {{ largest = 9 }} }}\n"
+        f"generator = {{ allow_code = ['{GUESS}'] }}\nsampling = {{ max_new_tokens = 8, max_prompt_tokens = 64 }}\n"
+        f"data.eval.games = '{games}'\n"
+    )
+    rows = [{"prompt": "Guess.", "extra_info": {"number": number}} for number in (3, 5)]
+    games.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = eval_settings([str(model)], eval_options(config=config))
+    (found,) = run_eval([str(model)], settings, out=tmp_path / "out")
+    assert (found.dataset, found.figures["rows"], found.figures["samples"]) == ("games", 2, 3)
+    assert 1 <= found.figures["turns"] <= 2
+    assert all(len(r["turns"]) <= 2 and r["sequences"] for r in lines_of(tmp_path / "out" / "games.jsonl"))
+
+
 def test_no_answer_at_all_is_an_error_and_no_accuracy(model: Path, dataset: Path):
     with pytest.raises(DataError, match=r"could not answer any of the 3 rows of rows: 3 prompt too long; row 0: "):
         evaluate(model, dataset, eval__max_new_tokens=2, sampling__max_prompt_tokens=1)
@@ -239,14 +256,15 @@ def test_what_stands_in_the_way_is_said_before_the_model_is_loaded(model: Path, 
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "rows.jsonl").touch()
     nowhere = tmp_path / "nowhere"
-    for error, message, asked, rows, options in (
+    cases: list[tuple[type[Exception], str, Path, Path, dict[str, Any]]] = [
         (DataError, r"rows\.jsonl exists; choose another directory", model, dataset, {"out": tmp_path / "out"}),
         (RunError, "--out: expected a directory", model, dataset, {"out": dataset / "out"}),
         (DataError, "no dataset", model, nowhere, {}),
         (ConfigError, r"reward\.type: expected boxed, think_answer_tags", model, dataset, {"reward__type": "best"}),
         (ModelError, "expected a model, a checkpoint or a run directory at .*nowhere", nowhere, dataset, {}),
         (RunError, "expected a checkpoint, or a run directory with checkpoints", tmp_path / "out", dataset, {}),
-    ):
+    ]
+    for error, message, asked, rows, options in cases:
         with pytest.raises(error, match=message):
             evaluate(asked, rows, **options)
     assert list((tmp_path / "out").iterdir()) == [tmp_path / "out" / "rows.jsonl"]
