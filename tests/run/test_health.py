@@ -86,6 +86,11 @@ def test_evaluations_tell_that_the_answers_have_become_worse():
     assert [note.step for note in health.add(evaluation(11, 0.2))] == [11]
 
 
+def test_accuracies_of_steps_that_are_trained_again_are_forgotten():
+    good, again = ([a_row(step, {"accuracy__received": share}) for step in range(1, 30)] for share in (0.9, 0.4))
+    assert notes_of([*good, *again]) == []
+
+
 def test_steps_that_can_not_be_compared_say_nothing_about_the_answers():
     # Without accuracy/received, as with a curriculum: the prompts become harder.
     assert notes_of(good_then(60, accuracy__mean=0.01)) == []
