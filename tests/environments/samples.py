@@ -16,9 +16,7 @@ AROUND_THE_WORLD = 3600.0
 async def reset(extra_info: dict[str, Any]) -> Any:
     if extra_info.get("reset") == "from the row":
         return None
-    if extra_info.get("reset") == "number":
-        return 7
-    if extra_info.get("reset") == "given":
+    if "first" in extra_info:
         return extra_info["first"]
     if extra_info.get("reset") == "sleep":
         await asyncio.sleep(AROUND_THE_WORLD)
@@ -33,6 +31,8 @@ async def step(state: str, action: str, extra_info: dict[str, Any]) -> dict[str,
         await asyncio.sleep(AROUND_THE_WORLD)
     if action in _MALFORMED:
         return _MALFORMED[action]
+    if action == "print":  # of a state of messages, as an environment for text does
+        return {"next_state": f"{state}{action}", "reward": 0.0}
     if action == "pid":
         return {"next_state": f"{state}pid {os.getpid()};", "reward": 0.0}
     if action == "draw":
@@ -49,11 +49,6 @@ async def step(state: str, action: str, extra_info: dict[str, Any]) -> dict[str,
 def _spin() -> None:
     while True:
         pass
-
-
-def _leave_a_process_behind() -> None:
-    subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({AROUND_THE_WORLD})"])
-    _spin()
 
 
 def _leave_daemons_behind() -> None:
@@ -76,49 +71,23 @@ _MISDEEDS: dict[str, Any] = {
     "recurse": lambda: os.kill(os.getpid(), 11),
     "raise": lambda: {}["no such key"],
     "daemon": _leave_daemons_behind,
-    "spawn": _leave_a_process_behind,
     "ignore": _ignore_everything,
     "leave": sys.exit,
 }
 _MALFORMED: dict[str, Any] = {
     "none": None,
     "nan": {"next_state": "x", "reward": float("nan")},
-    "no reward": {"next_state": "x"},
     "typo": {"next_state": "x", "reward": 1.0, "dnoe": True},
     "no state": {"reward": 1.0},
-    "object": {"next_state": object(), "reward": 1.0},
 }
 
 
-class Printer:
-    """Writes a state of messages into text, as an environment for text states does."""
-
-    async def reset(self, extra_info: dict[str, Any]) -> Any:
-        return [{"role": "user", "content": "q"}]
-
-    async def step(self, state: Any, action: str, extra_info: dict[str, Any]) -> dict[str, Any]:
-        return {"next_state": f"{state}{action}", "reward": 0.0}
-
-
-class Asker:
-    """Samples once, with the stop strings that the row asks for."""
-
-    async def generate(self, rollout: Any) -> None:
-        await rollout.sample("s", stop=rollout.extra_info["stop"])
-
-
 class Player:
-    """Plays by itself: asks twice, whatever comes, and counts its instances."""
-
-    def __init__(self) -> None:
-        self.closed = False
+    """Plays by itself: asks twice, whatever comes; the row says with what the first answer ends."""
 
     async def generate(self, rollout: Any) -> None:
-        first = await rollout.sample("first:", max_tokens=3, stop=["!"])
+        first = await rollout.sample("first:", max_tokens=3, stop=rollout.extra_info["stop"])
         rollout.reward(0.5)
         second = await rollout.sample([{"role": "user", "content": first.text}])
         rollout.reward(len(second.text), score=1.0)
         rollout.reward(-1.0, score=0.0)
-
-    async def close(self) -> None:
-        self.closed = True
