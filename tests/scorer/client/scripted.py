@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import closing, contextmanager
 
 import numpy as np
 
 from async_rl.net.keys import ServerKeys
 from async_rl.scorer import server
 from async_rl.scorer.client.messages import Received
+from async_rl.scorer.client.scorer_client import ScorerClient
 from async_rl.scorer.server import Scored, ScorerServer
 
 server._LOOK_MS = 20  # so that a scripted scorer ends soon
@@ -20,6 +23,11 @@ def free_address() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+
+def score_of(future: Future[tuple[np.ndarray, ...]]) -> float:
+    """The first number of an answer, for which this waits."""
+    return float(future.result(timeout=60)[0].reshape(-1)[0])
 
 
 def length_of_text(received: Received) -> Scored:
@@ -48,13 +56,10 @@ class RunningScorer:
     """A scorer that serves in a thread until ``end``, or until its model raises ``Dies``."""
 
     def __init__(self, address: str, model: ScriptedModel, keys: ServerKeys | None = None) -> None:
-        self.server, self._is_over = ScorerServer(address, model, keys), threading.Event()
+        self.address, self._is_over = address, threading.Event()
+        self.server = ScorerServer(address, model, keys)
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
-
-    def end(self) -> None:
-        self._is_over.set()
-        self.join()
 
     def join(self) -> None:
         self._thread.join()
@@ -71,4 +76,15 @@ class RunningScorer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.end()
+        self._is_over.set()
+        self.join()
+
+
+@contextmanager
+def scoring(
+    score: Callable[[Received], Scored] = length_of_text, name: str = "judge"
+) -> Iterator[tuple[RunningScorer, ScorerClient, ScriptedModel]]:
+    """A scorer, a client of it, and the scorer's model."""
+    address, model = free_address(), ScriptedModel(score)
+    with RunningScorer(address, model) as scorer, closing(ScorerClient(name, address)) as client:
+        yield scorer, client, model

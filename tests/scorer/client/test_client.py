@@ -1,36 +1,17 @@
 """Questions wait for their scorer, outlive its death, and are answered by the run's model only."""
 
-import threading
-import time
-from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import closing
 
 import numpy as np
 import pytest
 
-from async_rl.errors import AddressError, RewardError
+from async_rl.errors import RewardError
 from async_rl.net import link
 from async_rl.scorer.client import scorer_client as client_module
 from async_rl.scorer.client.messages import Received
 from async_rl.scorer.client.scorer_client import ScorerClient
-from async_rl.scorer.questions import Question, WaitingQuestions
-from async_rl.scorer.server import Scored
-from tests.scorer.client.scripted import Dies, RunningScorer, ScriptedModel, free_address, length_of_text
-
-LIMIT_S = 20.0
-
-
-def score_of(future: Future[tuple[np.ndarray, ...]]) -> float:
-    (scores,) = future.result(timeout=LIMIT_S)
-    return float(scores[0])
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+from tests.end_to_end.harness import wait_until
+from tests.scorer.client.scripted import Dies, RunningScorer, ScriptedModel, free_address, score_of, scoring
 
 
 def test_a_question_waits_for_its_scorer_and_says_so(monkeypatch: pytest.MonkeyPatch):
@@ -39,12 +20,12 @@ def test_a_question_waits_for_its_scorer_and_says_so(monkeypatch: pytest.MonkeyP
     address = free_address()
     with closing(ScorerClient("judge", address)) as client:
         future = client.score([], "four")
-        wait_until(lambda: "nothing listens" in client.trouble)
+        wait_until("its trouble", lambda: "nothing listens" in client.trouble)
         assert "the scorer judge" in client.trouble
         assert client.num_waiting == 1
         with RunningScorer(address, ScriptedModel()):
             assert score_of(future) == 4.0
-            wait_until(lambda: client.num_waiting == 0 and not client.trouble)
+            wait_until("an end of it", lambda: client.num_waiting == 0 and not client.trouble)
 
 
 def test_a_question_that_a_scorer_took_with_it_is_asked_again():
@@ -61,31 +42,6 @@ def test_a_question_that_a_scorer_took_with_it_is_asked_again():
             assert [score_of(future) for future in futures] == [1.0, 2.0, 3.0]
 
 
-def test_questions_that_arrive_during_a_batch_form_the_next_one(monkeypatch: pytest.MonkeyPatch):
-    arrived, admit = threading.Semaphore(0), WaitingQuestions.admit
-
-    def admit_and_count(questions: WaitingQuestions, question: Question) -> str:
-        refusal = admit(questions, question)
-        arrived.release()
-        return refusal
-
-    def score_when_all_have_arrived(received: Received) -> Scored:
-        if len(model.batches) == 1 and not all_arrived:
-            all_arrived.extend(arrived.acquire(timeout=60) for _ in range(50))
-        return length_of_text(received)
-
-    monkeypatch.setattr(WaitingQuestions, "admit", admit_and_count)
-    all_arrived: list[bool] = []
-    model, address = ScriptedModel(score_when_all_have_arrived), free_address()
-    with closing(ScorerClient("judge", address)) as client:
-        futures = [client.score([], "a" * length) for length in range(50)]  # before there is a scorer
-        with RunningScorer(address, model):
-            assert [score_of(future) for future in futures] == list(range(50))
-    assert all(all_arrived)
-    assert sum(model.batches) == 50
-    assert len(model.batches) <= 2  # the second has all that came while the first was computed
-
-
 def test_a_scorer_with_another_model_counts_as_away(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(client_module, "_ASK_AGAIN_S", 0.05)
     address = free_address()
@@ -94,7 +50,7 @@ def test_a_scorer_with_another_model_counts_as_away(monkeypatch: pytest.MonkeyPa
             assert score_of(client.score([], "one")) == 3.0
         with RunningScorer(address, ScriptedModel(digest="second")):
             future = client.score([], "four")
-            wait_until(lambda: "expected the digest first, got second" in client.trouble)
+            wait_until("its trouble", lambda: "expected the digest first, got second" in client.trouble)
         assert not future.done()
         with RunningScorer(address, ScriptedModel(digest="first")):
             assert score_of(future) == 4.0
@@ -107,7 +63,7 @@ def test_the_digests_that_the_config_or_the_model_demand_are_checked_from_the_st
     client = ScorerClient("judge", address, digest=digest, vocabulary=vocabulary)
     with closing(client), RunningScorer(address, ScriptedModel()):
         future = client.score([], "four")
-        wait_until(lambda: f"another {'model' if digest else 'vocabulary'}" in client.trouble)
+        wait_until("its trouble", lambda: f"another {'model' if digest else 'vocabulary'}" in client.trouble)
         assert not future.done()
 
 
@@ -115,8 +71,7 @@ def test_what_a_scorer_cant_answer_fails_alone():
     def score(received: Received) -> tuple[np.ndarray, ...] | str:
         return "too long" if len(received.message.text) > 3 else (np.ones(1, np.float32),)
 
-    address = free_address()
-    with closing(ScorerClient("judge", address)) as client, RunningScorer(address, ScriptedModel(score)):
+    with scoring(score) as (_, client, _):
         short, long = client.score([], "one"), client.score([], "three")
         assert score_of(short) == 1.0
         with pytest.raises(RewardError, match="the scorer judge: too long"):
@@ -131,9 +86,3 @@ def test_a_client_that_closes_fails_what_waits_and_what_comes_later():
     for future in (before, client.score([], "two")):
         with pytest.raises(RewardError, match="a generator that ends"):
             score_of(future)
-
-
-def test_an_address_in_use_is_a_mistake_of_the_user():
-    address = free_address()
-    with RunningScorer(address, ScriptedModel()), pytest.raises(AddressError, match="choose another port"):
-        RunningScorer(address, ScriptedModel())
