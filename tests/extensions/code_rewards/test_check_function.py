@@ -74,13 +74,10 @@ def test_right_programs_pass(judge: LocalJudge, program: str):
     [
         ("def bounds(values):\n    return [min(values), max(values)]\n", "wrong"),  # a list is no tuple
         ("def bounds(values):\n    return (0, 0)\n", "wrong"),
-        ("def bounds(values):\n    raise ValueError\n", "wrong"),
         ("def bounds(values)\n    return 1\n", "unusable"),
         ("import sys\nprint('passed')\nsys.exit(0)\n", "failed"),
-        ("import os\nos._exit(0)\n", "failed"),
         ("def bounds(values):\n    import os\n    os._exit(0)\n", "failed"),
         ("def bounds(values):\n    raise SystemExit(0)\n", "failed"),
-        ("raise SystemExit\n", "failed"),
         ("def check(candidate):\n    pass\ndef bounds(values):\n    return None\n", "wrong"),
         ("import builtins\nclass AssertionError(BaseException): pass\nbuiltins.AssertionError = Exception\n"
          "builtins.compile = builtins.exec = builtins.isinstance = lambda *a, **k: True\n"
@@ -119,10 +116,7 @@ def test_a_test_may_expect_an_exception(judge: LocalJudge):
 @pytest.mark.parametrize(
     ("test", "message"),
     [
-        (
-            "def check(candidate):\n    candidate(open)\n",
-            "an argument of the candidate: expected plain data, got builtin_function",
-        ),
+        ("def check(candidate):\n    candidate(open)\n", "an argument of the candidate: expected plain data"),
         ("def check(candidate):\n    pass\n", "the tests never call the candidate"),
         ("import nothing\ndef check(candidate):\n    candidate()\n", "ModuleNotFoundError"),
     ],
@@ -132,19 +126,15 @@ def test_tests_that_can_not_be_run_are_an_error_of_the_row(judge: LocalJudge, te
         verdict(judge, "def f(*a):\n    return 1\n", given(test, "Write f.", "f"))
 
 
-def test_a_slow_program_times_out():
-    judge = LocalJudge(Sandbox(packages=()), CodeRewardConfig(packages=(), time_limit_s=1.0))
-    try:
-        assert verdict(judge, "def bounds(values):\n    while True: pass\n") == "timed_out"
-    finally:
-        judge.close()
+def test_a_slow_program_times_out(judge: LocalJudge):
+    hasty = judge.with_settings(CodeRewardConfig(packages=(), time_limit_s=1.0))
+    assert verdict(hasty, "def bounds(values):\n    while True: pass\n") == "timed_out"
 
 
 @pytest.mark.parametrize(
     ("cases", "message"),
     [
         ({"check": "def chek(c): pass", "fn_name": "f"}, r"test_cases\.check: expected Python text with def check"),
-        ({"check": "def check(", "fn_name": "f"}, r"test_cases\.check: expected Python text"),
         ({"check": 3, "fn_name": "f"}, r"test_cases\.check: expected Python text, got 3"),
         ({"check": "def check(c): pass"}, "fn_name: expected the name of the function that check gets, got None"),
         ({"check": "def check(c): pass", "fn_name": "f", "setup": "1 +"}, r"test_cases\.setup: expected Python text"),
@@ -162,21 +152,19 @@ def check(candidate):
 """
 
 
+SORTS = "def sort_third(l):\n    l = list(l)\n    l[::3] = sorted(l[::3])\n    return l\n"
+
+
 @pytest.mark.parametrize(
-    ("body", "own", "expected"),
+    ("program", "own", "expected"),
     [
-        ("    l = list(l)\n    l[::3] = sorted(l[::3])\n    return l\n", "", "passed"),
-        ("    return list(l)\n", "", "wrong"),
+        (SORTS, "", "passed"),
+        ("def sort_third(l):\n    return list(l)\n", "", "wrong"),
         # A function that the tests define themselves stays theirs.
-        (
-            "    l = list(l)\n    l[::3] = sorted(l[::3])\n    return l\n",
-            "def sort_third(l):\n    return [0]\n",
-            "wrong",
-        ),
+        (SORTS, "def sort_third(l):\n    return [0]\n", "wrong"),
     ],
 )
-def test_tests_may_name_the_function_beside_the_candidate(judge: LocalJudge, body: str, own: str, expected: str):
+def test_tests_may_name_the_function_beside_the_candidate(judge: LocalJudge, program: str, own: str, expected: str):
     # HumanEval/33 does; in its prompt the function has no body.
     prompt = 'def sort_third(l: list):\n    """Sort every third item."""\n'
-    tests = given(own + THIRD, prompt, "sort_third")
-    assert verdict(judge, f"def sort_third(l: list):\n{body}", tests) == expected
+    assert verdict(judge, program, given(own + THIRD, prompt, "sort_third")) == expected

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from async_rl.config.reward import CodeRewardConfig
@@ -117,11 +117,6 @@ def answer_to(port: int, request: bytes) -> bytes:
     return received
 
 
-def resident_bytes(pid: int) -> int:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
-
-
 def fuzz(chunks: Sequence[int], size: int = CHUNK) -> None:
     valid, num_sent, num_judged, growth = requests(), 0, 0, 0
     with verifier() as (port, pid):
@@ -137,8 +132,8 @@ def fuzz(chunks: Sequence[int], size: int = CHUNK) -> None:
                 assert not answer or re.match(rb"HTTP/1\.0 (200|400|403|404|413|414|431|501|505) |<!DOCTYPE", answer)
             assert judge.judge("print(1)", TESTS).all_passed, f"chunk {chunk}"
             if number == 0:
-                growth = -resident_bytes(pid)
-        growth += resident_bytes(pid)
+                growth = -psutil.Process(pid).memory_info().rss
+        growth += psutil.Process(pid).memory_info().rss
     print(f"{num_sent} requests, {num_judged} judged; memory grew by {growth / 2**20:.1f} MiB")
     assert num_judged > 0.05 * num_sent
     assert growth < MAX_GROWTH_BYTES

@@ -1,14 +1,18 @@
-"""The code reward with a scripted runner: extraction, credit, limits over all tests, counters. No process."""
+"""The code reward with a scripted runner, without a process: extraction, credit, limits; what the doctor says of it."""
 
 import json
 from collections.abc import Callable
 from contextlib import closing
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from async_rl.config.config import Config
 from async_rl.config.loading import parse_config
 from async_rl.config.reward import CodeRewardConfig
-from async_rl.errors import ConfigError, RewardError
+from async_rl.errors import ConfigError, RewardError, SandboxError
+from async_rl.extensions.code_rewards import checks
 from async_rl.extensions.code_rewards.program import UNUSABLE_EXIT
 from async_rl.extensions.code_rewards.reward import CodeReward, LocalJudge
 from async_rl.extensions.code_rewards.sandbox import Program
@@ -16,6 +20,7 @@ from async_rl.process.sandbox.client import Ran
 from async_rl.process.sandbox.limits import Limits
 from async_rl.rewards.records import RewardInput, RewardOutput
 from async_rl.rewards.registry import RewardSum
+from tests.launch.checks.made import made
 
 
 class Script:
@@ -61,41 +66,35 @@ def fenced(*outputs: object) -> str:
     return f"```python\n{json.dumps(outputs)}\n```"
 
 
-def test_all_tests_passed_earn_the_scale():
-    output, counts = graded(fenced("0", "1", "2"), scale=10.0)
-    assert (output.parts, output.accuracy) == ({"correct": 10.0}, 1.0)
-    assert counts == {"passed": 3}
-
-
 @pytest.mark.parametrize(
-    ("second", "verdict"),
-    [("9", "wrong"), (1, "failed"), (-9, "failed"), ("time", "timed_out"), (UNUSABLE_EXIT, "unusable")],
+    ("outputs", "keys", "correct", "accuracy", "counts"),
+    [
+        # All passed.
+        (["0", "1", "2"], {"scale": 10.0}, 10.0, 1.0, {"passed": 3}),
+        # The first test that fails is the last to run. The output of a program that exits with 1 is the right one.
+        (["0", "9", "2"], {}, 0.0, 0.0, {"passed": 1, "wrong": 1, "not_run": 1}),
+        ([1, "1", "2"], {}, 0.0, 0.0, {"failed": 1, "not_run": 2}),
+        (["0", -9, "2"], {}, 0.0, 0.0, {"passed": 1, "failed": 1, "not_run": 1}),
+        (["0", "time", "2"], {}, 0.0, 0.0, {"passed": 1, "timed_out": 1, "not_run": 1}),
+        # Two of three passed.
+        (["0", "9", "2"], {"partial_credit": True, "scale": 3.0}, 2.0, 2 / 3, {"passed": 2, "wrong": 1}),
+        (["0", "1", "time"], {"partial_credit": True, "scale": 3.0}, 2.0, 2 / 3, {"passed": 2, "timed_out": 1}),
+        # What does not compile is run once.
+        ([UNUSABLE_EXIT, "1", "2"], {"partial_credit": True}, 0.0, 0.0, {"unusable": 1, "not_run": 2}),
+    ],
 )
-def test_the_first_test_that_fails_is_the_last_to_run(second: object, verdict: str):
-    output, counts = graded(fenced("0", second, "2"))
-    assert (output.parts, output.accuracy) == ({"correct": 0.0}, 0.0)
-    assert counts == {"passed": 1, verdict: 1, "not_run": 1}
-
-
-def test_partial_credit_is_the_share_of_tests_passed():
-    output, counts = graded(fenced("0", "9", "2", "time"), num_tests=4, partial_credit=True, scale=2.0)
-    assert (output.parts, output.accuracy) == ({"correct": 1.0}, 0.5)
-    assert counts == {"passed": 2, "wrong": 1, "timed_out": 1}
-
-
-def test_what_does_not_compile_is_run_once_even_for_partial_credit():
-    _, counts = graded(fenced(UNUSABLE_EXIT, "1", "2"), partial_credit=True)
-    assert counts == {"unusable": 1, "not_run": 2}
+def test_the_tests_of_a_row_make_its_reward(
+    outputs: list[object], keys: dict[str, Any], correct: float, accuracy: float, counts: dict[str, int]
+):
+    output, found = graded(fenced(*outputs), **keys)
+    assert output.parts == {"correct": pytest.approx(correct)}
+    assert output.accuracy == pytest.approx(accuracy)
+    assert found == counts
 
 
 def test_a_right_program_without_a_fence_is_accurate_and_earns_nothing():
     output, _ = graded(json.dumps(["0", "1", "2"]))
     assert (output.parts, output.accuracy) == ({"correct": 0.0}, 1.0)
-
-
-def test_an_error_exit_is_a_failure_whatever_was_printed():
-    _, counts = graded(fenced(3), num_tests=1)  # its output is the 0 that was expected
-    assert counts == {"failed": 1}
 
 
 def test_the_time_of_all_tests_is_limited_together():
@@ -126,11 +125,31 @@ def test_a_row_without_tests_is_an_error_not_a_wrong_answer():
         CodeReward(judge, scale=1.0, partial_credit=False)(RewardInput("x", {}, 1, 10, "stop"))
 
 
+def of_code(**code: Any) -> Config:
+    raw = {"run": {"dir": "run"}, "model": {"path": "m"}, "reward": {"type": "code", "code": code}}
+    return parse_config(raw, "the test")
+
+
 def test_answers_must_be_graded_before_their_lease_expires():
-    raw = {
-        "run": {"dir": "r"},
-        "model": {"path": "m"},
-        "reward": {"type": "code", "code": {"total_time_limit_s": 600.0}},
-    }
     with pytest.raises(ConfigError, match=r"reward\.code\.total_time_limit_s: expected less than reward\.max_call_s"):
-        parse_config(raw, "the test")
+        of_code(total_time_limit_s=600.0)
+
+
+def test_the_sandbox_is_said_to_isolate_programs_only_where_it_must(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(checks, "code_reward", lambda config, scale: SimpleNamespace(close=lambda: None))
+    for code, state, words in (
+        ({}, "OK", "isolated"),
+        ({"allow_unsafe": True}, "WARN", "without a sandbox"),
+        ({"endpoint": "http://127.0.0.1:1"}, "OK", "the verifier at http://127.0.0.1:1"),
+    ):
+        (row,) = made(of_code(**code), "sandbox")
+        assert (row.state, words in row.found, bool(row.fix)) == (state, True, state == "WARN")
+
+
+def test_programs_that_cant_be_isolated(monkeypatch: pytest.MonkeyPatch):
+    def refuse(config: Config, scale: float) -> Any:
+        raise SandboxError("no user namespaces here; run generators elsewhere")
+
+    monkeypatch.setattr(checks, "code_reward", refuse)
+    (row,) = made(of_code(), "sandbox", "reward")  # without a sandbox, no row is graded
+    assert (row.check, row.state, "namespaces" in row.found) == ("sandbox", "FAIL", True)

@@ -16,12 +16,9 @@ from typing import Any
 
 import pytest
 
-from async_rl.config.loading import parse_config
 from async_rl.errors import SandboxError, SandboxFailedError
 from async_rl.extensions.code_rewards.program import UNUSABLE_EXIT
 from async_rl.extensions.code_rewards.sandbox import Program, Sandbox
-from async_rl.launch.checks.start import Start
-from async_rl.launch.checks.table import CHECKS
 from async_rl.process.sandbox import client
 from async_rl.process.sandbox.client import LauncherLostError, Ran
 from async_rl.process.sandbox.limits import Limits
@@ -47,6 +44,15 @@ def children_of(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+def running(launcher: int | None) -> tuple[int, list[int]]:
+    """The process in which a launcher starts programs, and descriptors of it, the launcher and a program that runs."""
+    assert launcher is not None
+    (inner,) = children_of(launcher)
+    while not (programs := children_of(inner)):
+        pass
+    return inner, [os.pidfd_open(pid) for pid in (launcher, inner, *programs)]
+
+
 def wait_until_ended(pidfd: int, timeout_s: float = 60.0) -> bool:
     return bool(select.select([pidfd], [], [], timeout_s)[0])
 
@@ -56,16 +62,14 @@ def wait_until_ended(pidfd: int, timeout_s: float = 60.0) -> bool:
     [
         ("print(int(input()) + int(input()))", "3\n"),
         ("import sys\nprint(sum(map(int, sys.stdin.read().split())))", "3\n"),
-        ("import sys\nfor line in sys.stdin: print(int(line) * 2)", "2\n4\n"),
         ("print(sum(map(int, open(0).read().split())))", "3\n"),
         ("import sys\nsys.stdout.buffer.write(sys.stdin.buffer.readline())", "1\n"),
         ("import threading as t\nt.stack_size(1 << 27)\nt.Thread(target=lambda: print(input())).start()", "1\n"),
         ("import atexit\natexit.register(lambda: print('bye'))\nprint('hello')", "hello\nbye\n"),
-        ("import sys\nprint(1)\nsys.exit()", "1\n"),
         ("if __name__ == '__main__': print('main')", "main\n"),
         ("def f(n): return n and 1 + f(n - 1)\nprint(f(100000))", "100000\n"),
-        ("import functools\n@functools.cache\ndef f(n): return n and 1 + f(n - 1)\nprint(f(3000))", "3000\n"),
         ("import numpy as np\nprint(int(np.arange(5).sum()))", "10\n"),
+        ("import random\nprint(random.random(), list({'a', 'b', 'c'}), hash('x'))", None),  # whatever it is
         ("import asyncio\nasync def f(): return 7\nprint(asyncio.run(f()))", "7\n"),
         ("import dataclasses, pickle\n@dataclasses.dataclass\nclass A:\n    x: int = 1\n"
          "print(pickle.loads(pickle.dumps(A())))", "A(x=1)\n"),
@@ -77,13 +81,9 @@ def wait_until_ended(pidfd: int, timeout_s: float = 60.0) -> bool:
         ("import sys, os\nprint(sys.argv, os.getcwd(), os.environ.get('HOME'))", "['program.py'] /scratch /scratch\n"),
     ],
 )  # fmt: skip
-def test_ordinary_programs_run(sandbox: Sandbox, source: str, expected: str):
-    assert output(sandbox, source, b"1\n2\n") == expected
-
-
-def test_the_same_program_gives_the_same_output_every_time(sandbox: Sandbox):
-    source = "import random\nprint(random.random(), list({'a', 'b', 'c', 'd'}), hash('x'))"
-    assert output(sandbox, source) == output(sandbox, source)
+def test_ordinary_programs_run(sandbox: Sandbox, source: str, expected: str | None):
+    found = output(sandbox, source, b"1\n2\n")
+    assert found == (output(sandbox, source) if expected is None else expected)
 
 
 def test_a_function_is_called_and_what_it_returns_is_serialised(sandbox: Sandbox):
@@ -104,18 +104,18 @@ def test_the_prelude_gives_common_names_and_hides_no_builtin(sandbox: Sandbox):
     assert "NameError" in ran.stderr_tail
 
 
-def test_what_does_not_compile_or_lacks_its_function_is_unusable(sandbox: Sandbox):
-    assert sandbox.run(Program("def"), LIMITS).exit_code == UNUSABLE_EXIT
-    ran = sandbox.run(Program("x = 1", function="f"), LIMITS)
-    assert ran.exit_code == UNUSABLE_EXIT
-    assert "a function f, got none" in ran.stderr_tail
-
-
-def test_a_failure_says_where_in_the_program_it_was(sandbox: Sandbox):
-    ran = sandbox.run(Program("x = 1\ny = x / 0"), LIMITS)
-    assert ran.exit_code == 1
-    assert 'File "program.py", line 2' in ran.stderr_tail
-    assert "ZeroDivisionError" in ran.stderr_tail
+@pytest.mark.parametrize(
+    ("program", "exit_code", "told"),
+    [
+        (Program("def"), UNUSABLE_EXIT, "SyntaxError"),
+        (Program("x = 1", function="f"), UNUSABLE_EXIT, "a function f, got none"),
+        (Program("x = 1\ny = x / 0"), 1, 'File "program.py", line 2'),
+    ],
+)
+def test_what_is_wrong_with_a_program_is_told(sandbox: Sandbox, program: Program, exit_code: int, told: str):
+    ran = sandbox.run(program, LIMITS)
+    assert ran.exit_code == exit_code
+    assert told in ran.stderr_tail
 
 
 def test_threads_are_counted_and_processes_refused(sandbox: Sandbox):
@@ -150,30 +150,12 @@ def test_a_large_input_arrives_whole_and_can_not_be_changed(sandbox: Sandbox):
     assert "not permitted" in sandbox.run(Program("import os\nos.write(0, b'x')", stdin=b"abc"), LIMITS).stderr_tail
 
 
-def test_programs_run_side_by_side(sandbox: Sandbox):
-    # Four sleeps of one second, one after the other, would take four.
-    started_s = time.monotonic()
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        ran = list(
-            pool.map(lambda n: sandbox.run(Program(f"import time\ntime.sleep(1)\nprint({n})"), LIMITS), range(4))
-        )
-    assert [one.output for one in ran] == [b"0\n", b"1\n", b"2\n", b"3\n"]
-    assert time.monotonic() - started_s < 3.5
-
-
 def test_a_launcher_that_is_killed_is_replaced_and_the_program_run_again():
-    sandbox = Sandbox()
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        running = pool.submit(sandbox.run, Program("import time\ntime.sleep(1)\nprint('done')"), LIMITS)
-        launcher = sandbox.launcher_pid
-        assert launcher is not None
-        (inner,) = children_of(launcher)
-        while not children_of(inner):  # until the program runs
-            pass
-        os.kill(inner, signal.SIGKILL)
-        assert running.result().output == b"done\n"
-    assert sandbox.counts == {"programs": 1, "timed_out": 0, "launchers": 2}
-    sandbox.close()
+    with contextlib.closing(Sandbox()) as sandbox, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        ran = pool.submit(sandbox.run, Program("import time\ntime.sleep(1)\nprint('done')"), LIMITS)
+        os.kill(running(sandbox.launcher_pid)[0], signal.SIGKILL)
+        assert ran.result().output == b"done\n"
+        assert sandbox.counts == {"programs": 1, "timed_out": 0, "launchers": 2}
 
 
 class KilledPrograms:
@@ -231,23 +213,18 @@ def test_a_launcher_that_reports_on_other_programs_is_not_given_up_on(since_repo
 
 def test_close_ends_the_launcher_and_the_programs_that_run():
     sandbox = Sandbox()
-    launcher = sandbox.launcher_pid
-    assert launcher is not None
-    (inner,) = children_of(launcher)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        running = pool.submit(sandbox.run, Program("import time\ntime.sleep(20)"), LIMITS)
-        while not (programs := children_of(inner)):
-            pass
-        pidfds = [os.pidfd_open(pid) for pid in (launcher, inner, *programs)]
+        ran = pool.submit(sandbox.run, Program("import time\ntime.sleep(20)"), LIMITS)
+        inner, pidfds = running(sandbox.launcher_pid)
         os.kill(inner, signal.SIGSTOP)  # even one that does not answer
         sandbox.close()
         assert all(wait_until_ended(pidfd) for pidfd in pidfds)
         # The run starts a launcher of its own for its second try.
         while sandbox.launcher_pid is None:
-            assert not running.done()
+            assert not ran.done()
         sandbox.close()
         with pytest.raises(SandboxFailedError):
-            running.result()
+            ran.result()
     assert sandbox.launcher_pid is None
 
 
@@ -259,61 +236,31 @@ def test_everything_ends_when_the_parent_is_killed():
         "threading.Thread(target=sandbox.run, args=(sleep, limits), daemon=True).start()\n"
         "print(sandbox.launcher_pid, flush=True); sys.stdin.read()\n"
     )
-    parent = subprocess.Popen(
-        [sys.executable, "-c", program], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert parent.stdin is not None
-    assert parent.stdout is not None
-    launcher = int(parent.stdout.readline())
-    (inner,) = children_of(launcher)
-    while not (programs := children_of(inner)):
-        pass
-    pidfds = [os.pidfd_open(pid) for pid in (launcher, inner, *programs)]
-    parent.kill()
-    parent.wait()
-    assert all(wait_until_ended(pidfd) for pidfd in pidfds)
-    parent.stdin.close()
-    parent.stdout.close()
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        _, pidfds = running(int(parent.stdout.readline()))
+        parent.kill()
+        parent.wait()
+        assert all(wait_until_ended(pidfd) for pidfd in pidfds)
 
 
-def test_a_package_that_is_not_installed_is_refused_by_name():
-    with pytest.raises(
-        SandboxError, match=r"\(step: packages\): No module named 'no_such_package'.*reward\.code\.packages"
-    ):
+def test_only_packages_that_are_named_can_be_imported_and_a_missing_one_is_refused_by_name():
+    with pytest.raises(SandboxError, match=r"No module named 'no_such_package'.*reward\.code\.packages"):
         Sandbox(packages=["no_such_package"])
+    with contextlib.closing(Sandbox()) as sandbox:
+        assert "No module named 'numpy'" in sandbox.run(Program("import numpy"), LIMITS).stderr_tail
+        assert "No module named 'pydantic'" in sandbox.run(Program("import pydantic"), LIMITS).stderr_tail
 
 
-def test_without_packages_only_the_standard_library_can_be_imported():
-    sandbox = Sandbox()
-    assert "No module named 'numpy'" in sandbox.run(Program("import numpy"), LIMITS).stderr_tail
-    assert "No module named 'pydantic'" in sandbox.run(Program("import pydantic"), LIMITS).stderr_tail
-    sandbox.close()
-
-
-def test_an_old_kernel_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch):
+def test_an_old_kernel_is_refused_or_warned_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     monkeypatch.setattr(client, "kernel_release", lambda: (5, 10))
     with pytest.raises(SandboxError, match=r"needs Linux 5\.14.*reward\.code\.endpoint.*allow_unsafe"):
         Sandbox()
-
-
-def test_launch_refuses_code_rows_where_programs_can_not_be_isolated(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(client, "kernel_release", lambda: (5, 10))
-    raw = {"run": {"dir": "run"}, "model": {"path": "m"}, "reward": {"type": "code"}}
-    (check,) = (check for check in CHECKS if check.name == "sandbox")
-    with pytest.raises(SandboxError, match=r"needs Linux 5\.14"):
-        list(check.findings(Start(parse_config(raw, "the test"))))
-    assert not list(check.findings(Start(parse_config({**raw, "reward": {"type": "boxed"}}, "the test"))))
-
-
-def test_who_insists_gets_limits_without_isolation_and_a_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    monkeypatch.setattr(client, "kernel_release", lambda: (5, 10))
     sandbox = Sandbox(allow_unsafe=True)
     assert not sandbox.is_isolated
     assert "UNPROTECTED" in caplog.text
     assert output(sandbox, "import os\nopen('f', 'w')\nprint(os.listdir('.'))") == "['f']\n"
-    assert output(sandbox, "import os\nprint(os.path.exists('/proc/self/status'))") == "True\n"
     limits = replace(LIMITS, time_s=0.5)
     assert sandbox.run(Program("while True: pass"), limits).outcome == "timed_out"
     assert "MemoryError" in sandbox.run(Program("x = b'a' * (1 << 40)"), LIMITS).stderr_tail

@@ -7,7 +7,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -24,15 +24,20 @@ SCRIPT = parse_tests({"test_cases": {"inputs": ["1\n", "2\n", "3\n"], "outputs":
 CALL = parse_tests({"test_cases": {"inputs": ['["a", "b"]'], "outputs": ['"ab"'], "fn_name": "join"}})
 
 
-@pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    server = VerifierServer(("127.0.0.1", 0), SERVER)
-    thread = threading.Thread(target=server.serve_forever)
+@contextmanager
+def serving(server: VerifierServer | ThreadingHTTPServer) -> Iterator[str]:
+    """Serve in a thread. Yield the URL."""
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     yield f"http://127.0.0.1:{server.server_address[1]}"
     server.shutdown()
     thread.join()
-    server.close()
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    with closing(VerifierServer(("127.0.0.1", 0), SERVER)) as server, serving(server) as url:
+        yield url
 
 
 @contextmanager
@@ -52,12 +57,8 @@ def answering(answer: Callable[[dict[str, Any]], tuple[int, Any]]) -> Iterator[s
         def log_message(self, format: str, *args: Any) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
-        thread.join()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server, serving(server) as url:
+        yield url
 
 
 def judge(endpoint: str, **code: Any) -> RemoteJudge:
@@ -69,10 +70,8 @@ def judge(endpoint: str, **code: Any) -> RemoteJudge:
     [
         ("print(2 * int(input()))", SCRIPT, ("passed", "passed", "passed")),
         ("print(2)", SCRIPT, ("passed", "wrong", "not_run")),
-        ("print(1 / 0)", SCRIPT, ("failed", "not_run", "not_run")),
         ("print(", SCRIPT, ("unusable", "not_run", "not_run")),
         ("def join(parts): return ''.join(parts)", CALL, ("passed",)),
-        ("def join(parts): return parts", CALL, ("wrong",)),
     ],
 )
 def test_verdicts_come_back_over_the_network(endpoint: str, source: str, tests: CodeTests, verdicts: tuple[str, ...]):
@@ -103,25 +102,19 @@ def test_the_predecessors_own_request_is_answered(endpoint: str):
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "message"),
+    ("body", "message"),
     [
-        (b"{", 400, "Expecting"),
-        (b"[" * 100_000, 400, "recursion"),
-        (b"[]", 400, "expected"),
-        (b'{"generation": "x", "in_outs": {"inputs": [], "outputs": []}}', 400, "two lists of equal length"),
-        (b'{"generation": "x", "in_outs": {"inputs": ["1"], "outputs": ["1"]}, "settings": 3}', 400, "settings"),
-        (b'{"generation": "x", "in_outs": {"inputs": ["1"], "outputs": ["1"]}, "settings": {"compare": 1}}', 400,
-         "compare"),
+        (b"[" * 100_000, "recursion"),
+        (b"[]", "expected"),
+        (b'{"generation": "x", "in_outs": {"inputs": [], "outputs": []}}', "two lists of equal length"),
+        (b'{"generation": "x", "in_outs": {"inputs": ["1"], "outputs": ["1"]}, "settings": {"compare": 1}}', "compare"),
     ],
 )  # fmt: skip
-def test_a_malformed_request_is_told_what_was_expected(endpoint: str, body: bytes, status: int, message: str):
+def test_a_malformed_request_is_told_what_was_expected(endpoint: str, body: bytes, message: str):
     code, answer = post(endpoint, body)
-    assert code == status
+    assert code == 400
     assert message in answer["error"]
-
-
-def test_another_path_is_not_found(endpoint: str):
-    assert post(endpoint, b"{}", "/other")[0] == 404
+    assert post(endpoint, body, "/other")[0] == 404
 
 
 @pytest.mark.parametrize(
@@ -137,10 +130,7 @@ def test_web_pages_and_absurd_lengths_are_refused(endpoint: str, header: str, st
 def test_connections_that_send_nothing_do_not_pile_up(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(verifier, "MAX_CONNECTIONS", 3)
     monkeypatch.setattr(verifier, "_REQUEST_S", 1.0)
-    server = VerifierServer(("127.0.0.1", 0), SERVER)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    with ExitStack() as opened:
+    with closing(VerifierServer(("127.0.0.1", 0), SERVER)) as server, serving(server) as url, ExitStack() as opened:
         peers = [
             opened.enter_context(socket.create_connection(("127.0.0.1", server.server_port), 30)) for _ in range(6)
         ]
@@ -157,40 +147,27 @@ def test_connections_that_send_nothing_do_not_pile_up(monkeypatch: pytest.Monkey
             assert server._connections.acquire(timeout=30)
         for _ in range(3):
             server._connections.release()
-        assert judge(f"http://127.0.0.1:{server.server_address[1]}").judge("print(input())", SCRIPT).verdicts
-    server.shutdown()
-    thread.join()
-    server.close()
-
-
-def test_a_verifier_that_fails_is_never_a_wrong_answer():
-    failing = False
-
-    def answer(request: dict[str, Any]) -> tuple[int, Any]:
-        if failing:
-            return 500, {"error": "unknown argument"}
-        return 200, {"result": ["1" in request["generation"]]}
-
-    with answering(answer) as endpoint:
-        remote = judge(endpoint)
-        failing = True
-        with pytest.raises(SandboxFailedError, match=r"got none: HTTP 500.*unknown argument"):
-            remote.judge("print(1)", SCRIPT)
+        assert judge(url).judge("print(input())", SCRIPT).verdicts
 
 
 @pytest.mark.parametrize(
-    "answer", [{"result": [True]}, {"result": []}, {"result": [True] * 4}, {"result": ["yes"] * 3}, {}, [], b"no JSON"]
-)
-def test_an_answer_that_makes_no_sense_is_never_a_verdict(answer: Any):
+    ("status", "answer", "told"),
+    [
+        (500, {"error": "unknown argument"}, "got none: HTTP 500.*unknown argument"),
+        (200, {"result": [True]}, ""), (200, {"result": []}, ""), (200, {"result": [True] * 4}, ""),
+        (200, {"result": ["yes"] * 3}, ""), (200, {}, ""), (200, [], ""), (200, b"no JSON", ""),
+    ],
+)  # fmt: skip
+def test_a_verifier_that_fails_or_makes_no_sense_is_never_a_verdict(status: int, answer: Any, told: str):
     spoiled = False
 
     def respond(request: dict[str, Any]) -> tuple[int, Any]:
-        return (200, answer) if spoiled else (200, {"result": ["1" in request["generation"]]})
+        return (status, answer) if spoiled else (200, {"result": ["1" in request["generation"]]})
 
     with answering(respond) as endpoint:
         remote = judge(endpoint)
         spoiled = True
-        with pytest.raises(SandboxFailedError):
+        with pytest.raises(SandboxFailedError, match=told or None):
             remote.judge("print(1)", SCRIPT)
 
 
@@ -202,15 +179,12 @@ def test_a_verifier_that_can_not_be_reached_or_passes_everything_is_refused_at_t
         judge(endpoint)  # it is gone
 
 
-def test_a_verifier_open_to_the_network_is_refused_unless_insecure():
+def test_a_verifier_open_to_the_network_or_with_other_settings_is_refused():
     with pytest.raises(AddressError, match="--insecure on a trusted network"):
         serve("0.0.0.0:0", [], insecure=False)
     with pytest.raises(ConfigError, match=r"takes only reward\.code\.\* keys"):
         serve("127.0.0.1:0", ["learner.steps=3"], insecure=False)
-    with pytest.raises(ConfigError, match=r"reward\.code\.worker: unknown key; did you mean reward\.code\.workers\?"):
+    with pytest.raises(ConfigError, match=r"reward\.code\.worker: unknown key"):
         serve("127.0.0.1:0", ["reward.code.worker=3"], insecure=False)
-
-
-def test_an_endpoint_that_is_no_url_is_refused():
     with pytest.raises(ValueError, match="expected an address like http://"):
         CodeRewardConfig(endpoint="10.0.0.1:8000")
