@@ -31,7 +31,8 @@ PAGE = Path(__file__).parents[4] / "docs" / "reliability.md"
 def ignore(_line: str) -> None: ...
 
 
-def make_run(path: Path, run_id: str = "run-a") -> RunDir:
+def make_run(path: Path, *steps: int, run_id: str = "run-a") -> RunDir:
+    """A run with checkpoints of these steps."""
     run = RunDir(path)
     path.mkdir(parents=True)
     (path / "run_id").write_text(f"{run_id}\n")
@@ -39,6 +40,8 @@ def make_run(path: Path, run_id: str = "run-a") -> RunDir:
     (path / "queue.keys").write_text("secret")
     (path / "queue").mkdir()
     (path / "queue" / "index.sqlite").write_text("journal")
+    for step in steps:
+        save(run, step)
     return run
 
 

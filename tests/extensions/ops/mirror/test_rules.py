@@ -11,27 +11,14 @@ from typing import Any
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from async_rl.errors import StoreError
 from async_rl.extensions.ops.mirror.fetch import bring_back
 from async_rl.extensions.ops.mirror.manifest import checkpoints_in, update_status
 from async_rl.extensions.ops.mirror.rules import folder_of
 from async_rl.extensions.ops.mirror.store import Store
 from async_rl.learner.checkpoints.mirror import mirror_line, read_status
 from async_rl.run.directory import RunDir
-from tests.extensions.ops.mirror.runs import (
-    URL,
-    Killed,
-    begun,
-    config_of,
-    fetched_from_mirror,
-    ignore,
-    kill_before,
-    make_run,
-    manifest_at,
-    mirrored_run,
-    objects,
-    rows_of,
-    save,
-)
+from tests.extensions.ops.mirror import runs
 
 
 def damage(checkpoint: Path) -> None:
@@ -77,16 +64,16 @@ S2, S4, S6 = "step-000002", "step-000004", "step-000006"
 
 def remove_objects(run: RunDir) -> None:
     """Somebody removes an object of each checkpoint, of which the run has one."""
-    names = [name for name in objects() if name.endswith("extra.msgpack")]
+    names = [name for name in runs.objects() if name.endswith("extra.msgpack")]
     if run.latest_checkpoint == S4 and len(names) == 2:
-        Store(URL).remove(names)
+        Store(runs.URL).remove(names)
         prune(run, S2)
 
 
 def save_once(step: int, content: str = "") -> Callable[[RunDir], None]:
     def change(run: RunDir) -> None:
         if not (run.checkpoints / f"step-{step:06d}").exists():
-            save(run, step, content)
+            runs.save(run, step, content)
 
     return change
 
@@ -105,7 +92,7 @@ def made_again(run: RunDir) -> None:
     """The run goes back and comes as far again between two passes."""
     if not list(run.checkpoints.glob("*.old")):
         (run.checkpoints / S4).rename(run.checkpoints / "4.old")
-        save(run, 4, "other")
+        runs.save(run, 4, "other")
 
 
 REMOVAL = {
@@ -131,7 +118,7 @@ REMOVAL = {
 
 
 def test_the_table_has_these_rows():
-    assert rows_of("What is removed") == [*REMOVAL]
+    assert runs.rows_of("What is removed") == [*REMOVAL]
 
 
 @pytest.mark.parametrize("name", REMOVAL)
@@ -141,10 +128,10 @@ def test_no_kill_removes_what_the_rules_keep(tmp_path: Path, name: str):
     while killed:
         MemoryFileSystem.store.clear()
         number += 1
-        run = make_run(tmp_path / f"run-{number}")
+        run = runs.make_run(tmp_path / f"run-{number}")
         for step in (2, 4):
-            save(run, step)
-            begun(run).sync()
+            runs.save(run, step)
+            runs.begun(run).sync()
         whole = {key: file.getvalue() for key, file in MemoryFileSystem.store.items()}
         folders = {one: folder_of(run.checkpoints / one) for one in row.stay}
         kept = [f"/bucket/run/checkpoints/{folder}/" for folder in folders.values()]
@@ -152,76 +139,66 @@ def test_no_kill_removes_what_the_rules_keep(tmp_path: Path, name: str):
         for change in row.changes:
             change(run)
             try:
-                with kill_before(number) as done:
-                    begun(run, **row.config).sync()
-            except Killed:
+                with runs.kill_before(number) as done:
+                    runs.begun(run, **row.config).sync()
+            except runs.Killed:
                 killed = True
             now = {key: file.getvalue() for key, file in MemoryFileSystem.store.items()}
             assert {key for key in whole if key.startswith(tuple(kept))} <= now.keys(), done
             assert all(now[key] == whole[key] for key in whole.keys() & now.keys())
             if row.stay:
-                assert fetched_from_mirror(tmp_path / "elsewhere") in row.newest, done
-        copier = begun(run, **row.config)
+                assert runs.fetched_from_mirror(tmp_path / "elsewhere") in row.newest, done
+        copier = runs.begun(run, **row.config)
         copier.sync(is_last=True)
-        assert list(checkpoints_in(manifest_at().files)) == row.listed
-        assert [folder.rpartition("-")[0] for folder in manifest_at().kept] == row.kept
+        assert list(checkpoints_in(runs.manifest_at().files)) == row.listed
+        assert [folder.rpartition("-")[0] for folder in runs.manifest_at().kept] == row.kept
         assert copier.num_kept == len(row.kept)
-        listed = {stored.object for stored in manifest_at().files.values()}
-        of_kept = tuple(f"checkpoints/{folder}/" for folder in manifest_at().kept)
-        there = {one for one in objects() if not one.startswith(of_kept or "-")}
-        assert there == {*listed, manifest_at().name} or row.lacking
+        listed = {stored.object for stored in runs.manifest_at().files.values()}
+        of_kept = tuple(f"checkpoints/{folder}/" for folder in runs.manifest_at().kept)
+        there = {one for one in runs.objects() if not one.startswith(of_kept or "-")}
+        assert there == {*listed, runs.manifest_at().name} or row.lacking
         assert copier.lacking.startswith(row.lacking)
         assert killed or row.told in (run.notes.read_text() if run.notes.exists() else "")
     assert number > 5
 
 
-def test_the_user_gives_up_what_is_kept(tmp_path: Path):
-    run = make_run(tmp_path / "run")
-    for step in (2, 4):
-        save(run, step)
-        assert begun(run).sync()
+def test_a_mirror_that_is_newer_stays_so_until_the_user_gives_up_what_the_run_lost(tmp_path: Path):
+    run = runs.mirrored_run(tmp_path)
+    before = runs.manifest_at()
     went_back(run)
-    copier = begun(run)
-    assert not copier.sync()
-    assert (copier.num_kept, manifest_at().latest) == (1, S4)
+    copier = runs.begun(run)
+    assert not copier.sync(is_last=True)
+    assert "name an empty run.dir" in copier.lacking
+    assert copier.lacking.endswith("--set checkpoint.mirror_may_lose=4")
+    after = runs.manifest_at()
+    assert (copier.num_kept, after.files, after.latest, after.has_ended) == (1, before.files, S4, True)
     # The learner makes the step again.
-    save(run, 4, "other")
+    runs.save(run, 4, "other")
+    copier = runs.begun(run, mirror_may_lose=3)
     assert copier.sync()
     update_status(run.path, num_kept=copier.num_kept)
     assert mirror_line(run).endswith(", and keeps 1 that the run lost (checkpoint.mirror_may_lose)")
-    (kept,) = manifest_at().kept
-    assert begun(run).sync()
-    assert manifest_at().kept == (kept,)
-    assert begun(run, mirror_may_lose=4).sync()
-    assert manifest_at().kept == ()
-    assert not [one for one in objects() if kept in one]
-
-
-def test_a_mirror_that_is_newer_is_left_as_it_is_to_the_end_and_says_so(tmp_path: Path):
-    run = make_run(tmp_path / "run")
-    for step in (2, 4):
-        save(run, step)
-        assert begun(run).sync()
-    before, copier = manifest_at(), begun(run)
-    went_back(run)
-    assert not copier.sync(is_last=True)
-    assert copier.lacking.endswith(
-        "to go on from the mirror, name an empty run.dir; to go on from here, and let its checkpoints be removed, "
-        "--set checkpoint.mirror_may_lose=4"
-    )
-    after = manifest_at()
-    assert (after.files, after.latest, after.has_ended) == (before.files, S4, True)
-    assert begun(run, mirror_may_lose=4).sync(is_last=True)
-    assert (manifest_at().latest, manifest_at().kept) == (S2, ())
+    (kept,) = runs.manifest_at().kept
+    assert runs.begun(run, mirror_may_lose=4).sync()
+    assert runs.manifest_at().kept == ()
+    assert not [one for one in runs.objects() if kept in one]
 
 
 def test_a_fetch_leaves_out_what_is_broken_and_the_run_goes_on_with_the_mirror(tmp_path: Path):
-    mirrored_run(tmp_path, has_ended=True)
-    Store(URL).remove(name for name in objects() if "step-000004" in name and name.endswith("extra.msgpack"))
-    other = RunDir(tmp_path / "other")
-    bring_back(config_of(other.path), fresh=False, show=ignore)
+    def lose(step: str) -> None:
+        Store(runs.URL).remove(name for name in runs.objects() if step in name and name.endswith("extra.msgpack"))
+
+    runs.mirrored_run(tmp_path, has_ended=True)
+    lose(S4)
+    other, last = RunDir(tmp_path / "other"), RunDir(tmp_path / "last")
+    warning, _ = bring_back(runs.config_of(other.path), fresh=False, show=runs.ignore)
+    assert "the mirror's checkpoint step-000004 is left out" in warning
     assert other.latest_checkpoint == S2
-    copier = begun(other)
-    assert copier.sync()
-    assert (manifest_at().latest, copier.num_kept) == (S2, 1)
+    copier = runs.begun(other)
+    assert copier.sync(is_last=True)
+    assert (runs.manifest_at().latest, copier.num_kept) == (S2, 1)
     assert read_status(other.path).place
+    lose(S2)
+    with pytest.raises(StoreError, match="no checkpoint of the run"):
+        bring_back(runs.config_of(last.path), fresh=False, show=runs.ignore)
+    assert not last.config.exists()

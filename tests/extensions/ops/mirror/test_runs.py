@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import signal
 import socket
@@ -11,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import fsspec
 import fsspec.config
@@ -24,10 +22,12 @@ from tests.end_to_end.faults_harness import Gates, fault_config, kill_all, train
 from tests.end_to_end.harness import Role, check_ledger, free_port, metrics, roles, steps, wait_until
 
 NUM_ROWS = 80
-HAS_S3, HAS_GS = (
-    all(importlib.util.find_spec(name) is not None for name in names)
-    for names in (("s3fs", "moto", "flask"), ("gcsfs", "gcp_storage_emulator"))
-)
+
+
+def answers(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
+        return True
+    return False
 
 
 @contextlib.contextmanager
@@ -36,37 +36,51 @@ def store_server(log: Path, *command: str, port: int) -> Iterator[None]:
     with log.open("wb") as output:
         server = subprocess.Popen([sys.executable, "-m", *command], stdout=output, stderr=output)
     try:
-        wait_until("the server of objects", lambda: _answers(port))
+        wait_until("the server of objects", lambda: answers(port))
         yield
     finally:
         server.kill()
         server.wait()
 
 
+def find_store(protocol: str, environment: dict[str, str], **settings: str) -> dict[str, str]:
+    """Let this process find a store as its children do, by ``environment``."""
+    os.environ.update(environment)
+    fsspec.config.conf[protocol] = settings
+    return environment
+
+
 @contextlib.contextmanager
-def s3_server(log: Path) -> Iterator[dict[str, str]]:
-    """A loopback S3 with the bucket ``runs``. Yield the environment with which fsspec finds it."""
+def s3(directory: Path) -> Iterator[tuple[str, dict[str, str]]]:
+    """A loopback S3. Yield a URL in it, and the environment with which fsspec finds it."""
     port = free_port()
+    url = f"http://127.0.0.1:{port}"
     environment = {
         "AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing-secret", "AWS_DEFAULT_REGION": "us-east-1",
-        "FSSPEC_S3_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "FSSPEC_S3_ENDPOINT_URL": url,
     }  # fmt: skip
-    with store_server(log, "moto.server", "-H", "127.0.0.1", "-p", str(port), port=port):
-        use_s3(environment).mkdir("runs")
-        yield environment
+    with store_server(directory / "store", "moto.server", "-H", "127.0.0.1", "-p", str(port), port=port):
+        find_store("s3", environment, key="testing", secret="testing-secret", endpoint_url=url)
+        fsspec.filesystem("s3", **fsspec.config.conf["s3"]).mkdir("runs")
+        yield "s3://runs/one", environment
 
 
-def _answers(port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
-        return True
-    return False
+@contextlib.contextmanager
+def gs(directory: Path) -> Iterator[tuple[str, dict[str, str]]]:
+    port = free_port()
+    environment = {
+        "STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{port}", "FSSPEC_GS_TOKEN": "anon",
+        # gcsfs asks the real service for the kind of a bucket, which the emulator can't answer.
+        "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
+    }  # fmt: skip
+    options = ("--host", "127.0.0.1", "--port", str(port), "--in-memory", "--default-bucket", "runs")
+    with store_server(directory / "store", "gcp_storage_emulator", "start", *options, port=port):
+        yield "gs://runs/one", find_store("gs", environment, token="anon")
 
 
-def use_s3(environment: dict[str, str]) -> Any:
-    """Let this process find the server, too. Return it as a file system."""
-    keys = {"key": "testing", "secret": "testing-secret", "endpoint_url": environment["FSSPEC_S3_ENDPOINT_URL"]}
-    fsspec.config.conf["s3"] = keys
-    return fsspec.filesystem("s3", **keys)
+@contextlib.contextmanager
+def file(directory: Path) -> Iterator[tuple[str, dict[str, str]]]:
+    yield f"file://{directory}/store/run", {}
 
 
 def run_killed_and_resumed(directory: Path, url: str, environment: dict[str, str]) -> tuple[Role, RunDir]:
@@ -127,39 +141,22 @@ def judge(again: Role, other: RunDir, store: Store) -> None:
     assert f"mirror: {store.url} has {other.latest_checkpoint}" in again.log
 
 
-@pytest.mark.long
-@pytest.mark.timeout(900)
-def test_a_run_that_is_killed_in_mid_copy_goes_on_elsewhere_by_its_url(tmp_path: Path):
-    url = f"file://{tmp_path}/store/run"
-    again, other = run_killed_and_resumed(tmp_path, url, {})
-    judge(again, other, Store(url))
+STORES = {"file": (file, ()), "s3": (s3, ("s3fs", "moto", "flask")), "gs": (gs, ("gcsfs", "gcp_storage_emulator"))}
+"""Each with the packages that it needs."""
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(not HAS_S3, reason="needs s3fs and moto[server]")
-def test_the_same_over_s3(tmp_path: Path):
-    with s3_server(tmp_path / "moto.log") as environment:
-        again, other = run_killed_and_resumed(tmp_path, "s3://runs/one", environment)
-        judge(again, other, Store("s3://runs/one"))
-        said = "".join(path.read_text(errors="replace") for path in tmp_path.rglob("*.log") if path.name != "moto.log")
-        assert "testing-secret" not in said
-
-
-@pytest.mark.long
-@pytest.mark.timeout(900)
-@pytest.mark.skipif(not HAS_GS, reason="needs gcsfs and gcp-storage-emulator")
-def test_the_same_over_gs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    port = free_port()
-    environment = {
-        "STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{port}", "FSSPEC_GS_TOKEN": "anon",
-        # gcsfs asks the real service for the kind of a bucket, which the emulator can't answer.
-        "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
-    }  # fmt: skip
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setitem(fsspec.config.conf, "gs", {"token": "anon"})
-    options = ("--host", "127.0.0.1", "--port", str(port), "--in-memory", "--default-bucket", "runs")
-    with store_server(tmp_path / "gs.log", "gcp_storage_emulator", "start", *options, port=port):
-        again, other = run_killed_and_resumed(tmp_path, "gs://runs/one", environment)
-        judge(again, other, Store("gs://runs/one"))
+@pytest.mark.parametrize("name", STORES)
+def test_a_run_that_is_killed_in_mid_copy_goes_on_elsewhere_by_its_url(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+):
+    store, packages = STORES[name]
+    for package in packages:
+        pytest.importorskip(package)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(fsspec.config, "conf", {})
+    with store(tmp_path) as (url, environment):
+        again, other = run_killed_and_resumed(tmp_path, url, environment)
+        judge(again, other, Store(url))
+    assert "testing-secret" not in "".join(path.read_text(errors="replace") for path in tmp_path.rglob("*.log"))

@@ -2,44 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import json
 import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
-import xxhash
 from fsspec.implementations.memory import MemoryFileSystem
 from msgspec.structs import replace
 
-from async_rl.errors import UserError
+from async_rl.config.run import CheckpointConfig
+from async_rl.errors import LineageError, RunError, UserError
 from async_rl.extensions.ops.mirror import fetch as fetching
-from async_rl.extensions.ops.mirror.fetch import SILENT_S, bring_back
+from async_rl.extensions.ops.mirror.copier import Copier
+from async_rl.extensions.ops.mirror.fetch import SILENT_S, bring_back, check_mine
 from async_rl.extensions.ops.mirror.manifest import update_status
 from async_rl.extensions.ops.mirror.store import Store
 from async_rl.learner.checkpoints.mirror import is_complete
 from async_rl.run.directory import RunDir
 from async_rl.run.reuse import check_run_dir
-from tests.extensions.ops.mirror.runs import (
-    URL,
-    Clock,
-    Killed,
-    begun,
-    config_of,
-    copied,
-    ignore,
-    kill_before,
-    make_run,
-    manifest_at,
-    mirrored_run,
-    objects,
-    rows_of,
-    save,
-)
+from tests.extensions.ops.mirror import runs
+from tests.extensions.ops.mirror.test_mirror import STRANGE, write
 
 S2, S4, S6 = "step-000002", "step-000004", "step-000006"
 
@@ -62,53 +48,42 @@ class Start:
 
 
 def older_copy(path: Path) -> RunDir:
-    copy = copied(path, mirrored_run(path))
+    copy = runs.copied(path, runs.mirrored_run(path))
     shutil.rmtree(copy.checkpoints / S4)
     (copy.checkpoints / "latest").write_text(S2)
     return copy
 
 
 def unfinished_copy(path: Path) -> RunDir:
-    copy = copied(path, mirrored_run(path, is_finished=True))
+    copy = runs.copied(path, runs.mirrored_run(path, is_finished=True))
     copy.finished_marker.unlink()
     return copy
 
 
 def continued_elsewhere(path: Path) -> RunDir:
-    run, other = mirrored_run(path, has_ended=True), RunDir(path / "other")
-    bring_back(config_of(other.path), fresh=False, show=ignore)
-    save(other, 6)
-    assert begun(other).sync(is_last=True)
+    run, other = runs.mirrored_run(path, has_ended=True), RunDir(path / "other")
+    bring_back(runs.config_of(other.path), fresh=False, show=runs.ignore)
+    runs.save(other, 6)
+    assert runs.begun(other).sync(is_last=True)
     return run
 
 
 def strange_manifest(path: Path) -> RunDir:
-    run = mirrored_run(path)
-    for name in Store(URL).names("manifests"):
-        Store(URL).remove([name])
-    strange = manifest_of({"step-4": 5})
-    Store(URL).write(*strange)
+    run = runs.mirrored_run(path)
+    for name in Store(runs.URL).names("manifests"):
+        Store(runs.URL).remove([name])
+    write(STRANGE["files are a list"])
     return run
 
 
-def manifest_of(files: Any, **changes: Any) -> tuple[str, bytes]:
-    """The name and the content of a manifest that somebody made by hand."""
-    content = {
-        "number": 7, "run_id": "run-a", "directory": "d", "host": "h", "pid": 1, "process": "p", "has_ended": True,
-        "files": files, **changes,
-    }  # fmt: skip
-    data = json.dumps(content).encode()
-    return f"manifests/000007-{xxhash.xxh3_128_hexdigest(data)}.json", data
-
-
 STARTS = {
-    "nothing": Start(lambda path: (run := make_run(path / "run"), save(run, 4))[0], None, S4),
-    "this directory's run": Start(mirrored_run, None, S4),
+    "nothing": Start(lambda path: runs.make_run(path / "run", 4), None, S4),
+    "this directory's run": Start(runs.mirrored_run, None, S4),
     "a run, and `run.dir` is empty": Start(
-        lambda path: (mirrored_run(path), RunDir(path / "new"))[1], None, S4, SILENT_S
+        lambda path: (runs.mirrored_run(path), RunDir(path / "new"))[1], None, S4, SILENT_S
     ),
     "this run up to a step that `run.dir` has, and `run.dir` is a copy or a backup": Start(
-        lambda path: copied(path, mirrored_run(path)), None, S4, SILENT_S
+        lambda path: runs.copied(path, runs.mirrored_run(path)), None, S4, SILENT_S
     ),
     "this run up to a newer step than `run.dir`": Start(
         older_copy,
@@ -122,11 +97,12 @@ STARTS = {
         continued_elsewhere, "from another directory, up to step-000006", S6
     ),
     "another run": Start(
-        lambda path: (mirrored_run(path), make_run(path / "b", "run-b"))[1], "expected the run run-b of .*/b", S4
+        lambda path: (runs.mirrored_run(path), runs.make_run(path / "b", run_id="run-b"))[1],
+        "expected the run run-b of .*/b", S4
     ),
     "a run that another process writes to now": Start(
-        lambda path: (mirrored_run(path), RunDir(path / "new"))[1], r"process \d+ on .* writes to memory://bucket", S4,
-        2 * SILENT_S / 2,
+        lambda path: (runs.mirrored_run(path), RunDir(path / "new"))[1],
+        r"process \d+ on .* writes to memory://bucket", S4, SILENT_S,
     ),
     "a manifest that no version of async-rl wrote": Start(
         strange_manifest, "of another version of async-rl, or made by", None
@@ -135,12 +111,12 @@ STARTS = {
 
 
 def test_the_table_has_these_rows():
-    assert rows_of("One writer") == [*STARTS]
+    assert runs.rows_of("One writer") == [*STARTS]
 
 
 @pytest.mark.parametrize("name", STARTS)
 def test_no_kill_of_a_start_changes_who_may_use_the_mirror(
-    tmp_path: Path, name: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, name: str, clock: runs.Clock, monkeypatch: pytest.MonkeyPatch
 ):
     row = STARTS[name]
     monkeypatch.setattr(fetching, "_LOOK_S", SILENT_S / 2)
@@ -154,22 +130,22 @@ def test_no_kill_of_a_start_changes_who_may_use_the_mirror(
         before, clock.now, killed = dict(MemoryFileSystem.store), 0.0, False
         for attempt in (number, -1):
             try:
-                with kill_before(attempt):
-                    check_run_dir(config_of(run.path), fresh=False)
-                    bring_back(config_of(run.path), fresh=False, show=ignore)
-                    assert begun(run).sync()
+                with runs.kill_before(attempt):
+                    check_run_dir(runs.config_of(run.path), fresh=False)
+                    bring_back(runs.config_of(run.path), fresh=False, show=runs.ignore)
+                    assert runs.begun(run).sync()
                 assert row.words is None
             except UserError as error:
                 refusal = str(error)
                 assert row.words is not None, refusal
                 assert re.search(row.words, refusal), refusal
-            except Killed:
+            except runs.Killed:
                 killed = True
             now = dict(MemoryFileSystem.store)
             assert all(now.get(key) is before[key] for key in before if "/checkpoints/" in key)
             if row.words is not None and not clock.now:
                 assert now == before
-        assert row.latest is None or manifest_at().latest == row.latest
+        assert row.latest is None or runs.manifest_at().latest == row.latest
         if not killed:
             # A writer that was seen to be dead is not waited for again, and one that lives is seen in half that time.
             assert clock.now == row.waits_s
@@ -177,21 +153,71 @@ def test_no_kill_of_a_start_changes_who_may_use_the_mirror(
 
 
 def write_another_manifest() -> None:
-    manifest = replace(manifest_at(), number=manifest_at().number + 1)
-    Store(URL).write(manifest.name, manifest.encoded)
+    manifest = replace(runs.manifest_at(), number=runs.manifest_at().number + 1)
+    Store(runs.URL).write(manifest.name, manifest.encoded)
 
 
 def test_a_removed_object_is_missed_at_the_next_start_of_a_complete_run(tmp_path: Path):
-    run = mirrored_run(tmp_path, has_ended=True, is_finished=True)
-    config = config_of(run.path)
+    run = runs.mirrored_run(tmp_path, has_ended=True, is_finished=True)
+    config = runs.config_of(run.path)
     # A checkpoint of which a file is gone counts as gone. It has three files.
     for lost, number in (("metrics.jsonl", 1), (S2, 3), ("manifests", "all")):
         update_status(run.path, is_complete=True)
-        assert bring_back(config, fresh=False, show=ignore) == []
+        assert bring_back(config, fresh=False, show=runs.ignore) == []
         assert is_complete(config)
-        Store(URL).remove([name for name in objects() if lost in name][:1])
-        assert bring_back(config, fresh=False, show=ignore) == [
-            f"{URL} lacks {number} files of the run, which are copied now"
+        Store(runs.URL).remove([name for name in runs.objects() if lost in name][:1])
+        assert bring_back(config, fresh=False, show=runs.ignore) == [
+            f"{runs.URL} lacks {number} files of the run, which are copied now"
         ]
         assert not is_complete(config)
-        assert begun(run).sync(is_last=True)
+        assert runs.begun(run).sync(is_last=True)
+
+
+def test_who_ends_while_another_one_waits_leaves_the_mirror_to_it(tmp_path: Path, clock: runs.Clock):
+    copy = runs.copied(tmp_path, runs.mirrored_run(tmp_path))
+    writer = runs.begun(RunDir(tmp_path / "run"))
+    clock.meanwhile = lambda: writer.sync(is_last=True)
+    assert check_mine(Store(runs.URL), copy, CheckpointConfig(), runs.ignore) == runs.manifest_at()
+    assert clock.now == fetching._LOOK_S
+    # What it wrote in the end counts, too: it may have gone further.
+    writer = runs.begun(copy)
+    other = runs.copied(tmp_path / "again", copy)
+    clock.meanwhile = lambda: (runs.save(copy, 6), writer.sync(is_last=True))
+    with pytest.raises(RunError, match="up to step-000006"):
+        check_mine(Store(runs.URL), other, CheckpointConfig(), runs.ignore)
+
+
+def test_of_two_that_begin_at_once_one_finds_it_before_it_removes_anything(
+    tmp_path: Path, clock: runs.Clock, monkeypatch: pytest.MonkeyPatch
+):
+    runs.mirrored_run(tmp_path)
+    both = [RunDir(tmp_path / name) for name in ("first", "second")]
+    for run in both:
+        bring_back(runs.config_of(run.path), fresh=False, show=runs.ignore)
+        runs.save(run, 6, run.path.name)
+    first, second = (Copier(run, Store(runs.URL), CheckpointConfig(), files_every_s=0.0) for run in both)
+    real = Store.write
+
+    def write(self: Store, name: str, data: bytes) -> None:
+        """While the first writes its first manifest, the second does so, too."""
+        monkeypatch.undo()
+        with contextlib.suppress(LineageError):
+            second.begin(runs.ignore)
+        real(self, name, data)
+
+    monkeypatch.setattr(Store, "write", write)
+    with contextlib.suppress(LineageError):
+        first.begin(runs.ignore)
+    winner, before = runs.manifest_at().process, runs.objects()
+    lost, won = sorted((first, second), key=lambda copier: copier._manifest.process == winner)
+    with pytest.raises(LineageError, match="has taken over memory://bucket/run"):
+        lost.sync()
+    assert {*before} <= {*runs.objects()}, "what the loser copied is left over"
+    assert won.sync()
+    assert runs.manifest_at().process == winner
+    name = runs.fetched_from_mirror(tmp_path / "third")
+    assert (tmp_path / "third" / "checkpoints" / name / "hf" / "config.json").read_text().startswith("step-000006")
+    assert {*runs.objects()} == {
+        *(stored.object for stored in runs.manifest_at().files.values()),
+        runs.manifest_at().name,
+    }
