@@ -8,7 +8,6 @@ import pytest
 
 from tests.end_to_end.harness import metrics, roles, write_config
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
-from tests.extensions.ops.sinks.wandb_server import wandb_server
 from tests.run.read_loggers import history
 
 
@@ -36,22 +35,3 @@ def test_every_row_arrives_without_a_key_a_prompt_or_a_network(tmp_path: Path):
         }
     assert "wandb" not in launch.log
     assert "wandb" not in (tmp_path / "run" / "logs" / "learner-0.log").read_text().replace("log.wandb_mode", "")
-
-
-@pytest.mark.long
-def test_a_run_starts_and_ends_without_the_server_says_so_and_is_logged_afterwards(tmp_path: Path):
-    raw = tiny_config(tmp_path, write_tiny_task(tmp_path), learner={"steps": 3}, log={"to": ["wandb"]})
-    config = write_config(tmp_path / "config.toml", raw)
-    with wandb_server() as server, roles(tmp_path / "logs") as start:
-        server.is_silent.set()
-        environment = {"WANDB_API_KEY": "k" * 40, "WANDB_BASE_URL": server.url, "HOME": str(tmp_path / "home")}
-        launch = start("launch", "launch", str(config), env=environment)
-        launch.succeed()
-        assert server.rows == []
-        server.is_silent.clear()
-        start("follow", "follow", str(tmp_path / "run"), env=environment).succeed()
-    rows = [row["step"] for row in server.rows if "rollouts" not in row]
-    assert rows == [row["step"] for row in metrics(tmp_path / "run")]
-    started, missing = [line for line in launch.log.splitlines() if "wandb" in line]
-    assert started.startswith("wandb did not start: ")
-    assert missing.endswith(f"async-rl follow {tmp_path / 'run'} sends what is left")

@@ -28,9 +28,9 @@ class WandbServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, status: int = 200) -> None:
+    def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.status, self.is_silent, self.is_over = status, threading.Event(), threading.Event()
+        self.status, self.is_silent, self.is_over = 200, threading.Event(), threading.Event()
         self.rows: list[dict[str, Any]] = []
         self.names: list[str] = []
 
@@ -88,9 +88,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def wandb_server(status: int = 200) -> Iterator[WandbServer]:
+def wandb_server() -> Iterator[WandbServer]:
     """Run a server. It ends with the block."""
-    with WandbServer(status) as server:
+    with WandbServer() as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
         thread.start()
         try:

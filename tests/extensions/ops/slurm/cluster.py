@@ -15,13 +15,13 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.harness import wait_until
+from tests.end_to_end.harness import processes_of, wait_until
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
 ACTIVE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED", "STOPPED")
@@ -36,7 +36,7 @@ SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
 CredType=cred/munge
-AuthInfo=socket={home}/munge.socket,cred_expire={cred_expire_s}
+AuthInfo=socket={home}/munge.socket,cred_expire=5
 StateSaveLocation={home}/state
 SlurmdSpoolDir={home}/spool-%n
 SlurmctldPidFile={home}/slurmctld.pid
@@ -56,7 +56,7 @@ SchedulerParameters=sched_interval=2,bf_interval=2
 MailProg=/bin/true
 ReturnToService=2
 SlurmdTimeout=10
-KillWait={kill_wait_s}
+KillWait=30
 {nodes}
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
@@ -70,16 +70,18 @@ class Slurm:
     daemons: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     @property
+    def marker(self) -> str:
+        """What all processes of this cluster have in their environment."""
+        return f"SLURM_CONF={self.home}/slurm.conf"
+
+    @property
     def environment(self) -> dict[str, str]:
         """Environment variables with which Slurm's commands find this cluster."""
         return {**os.environ, "PATH": _path(), "SLURM_CONF": str(self.home / "slurm.conf")}
 
-    def run(self, *command: str, environment: Mapping[str, str] | None = None, is_checked: bool = True) -> str:
+    def run(self, *command: str, is_checked: bool = True) -> str:
         """What a command of Slurm prints."""
-        found = subprocess.run(
-            command, env={**self.environment, **(environment or {})}, capture_output=True, text=True, timeout=60,
-            check=False,
-        )  # fmt: skip
+        found = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60, check=False)
         assert not is_checked or found.returncode == 0, f"{command} exited {found.returncode}: {found.stderr}"
         return found.stdout
 
@@ -90,14 +92,18 @@ class Slurm:
                 command, env=self.environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
             )
 
-    def start_node(self, name: str) -> None:
-        self.start(name, "slurmd", "-D", "-N", name, "-f", str(self.home / "slurm.conf"))
-
     def kill(self, name: str) -> None:
         """Kill a daemon. Of a node, kill all that runs on it, too, as when the machine loses power."""
         self.daemons[name].kill()
         self.daemons[name].wait()
-        for pid in _processes_with({"SLURM_CONF": str(self.home / "slurm.conf"), "SLURMD_NODENAME": name}):
+        self.kill_processes(f"SLURMD_NODENAME={name}")
+
+    def processes(self, *variables: str) -> set[int]:
+        """Processes of this cluster, whose environment has ``variables``."""
+        return set.intersection(*(set(processes_of(one)) for one in (self.marker, *variables)))
+
+    def kill_processes(self, *variables: str) -> None:
+        for pid in self.processes(*variables):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -106,13 +112,6 @@ class Slurm:
         lines = self.run("squeue", "-h", "-r", "-t", "all", "-j", job, "-o", "%i %T", is_checked=False).split("\n")
         return {words[0]: words[1] for words in map(str.split, lines) if len(words) == 2}
 
-    def state(self, job: str) -> str:
-        """The state of a job of one task."""
-        return self.states(job).get(job, "UNKNOWN")
-
-    def await_state(self, job: str, *wanted: str, deadline_s: float = 240.0) -> None:
-        wait_until(f"{job} to be {wanted}", lambda: self.state(job) in wanted, deadline_s=deadline_s)
-
     def await_end(self, job: str, deadline_s: float = 900.0) -> dict[str, str]:
         """The states of a job's tasks when none is active any more."""
         active = lambda: [state for state in self.states(job).values() if state in ACTIVE]  # noqa: E731
@@ -120,17 +119,11 @@ class Slurm:
         return self.states(job)
 
 
-def skip_without_slurm() -> None:
-    missing = [program for program in PROGRAMS if shutil.which(program, path=_path()) is None]
-    if missing or os.geteuid() != 0:
-        reason = f"no {', '.join(missing)}" if missing else "not root"
-        pytest.skip(f"a Slurm of its own needs root and Debian's slurm-wlm and munge: {reason}")
-
-
 @contextlib.contextmanager
-def slurm(*, num_nodes: int = 3, cred_expire_s: int = 5, kill_wait_s: int = 30) -> Iterator[Slurm]:
-    """Run a cluster. A requeued job starts after ``cred_expire_s`` seconds, instead of two minutes."""
-    skip_without_slurm()
+def slurm(num_nodes: int = 3) -> Iterator[Slurm]:
+    """Run a cluster. A requeued job starts after 5 seconds, instead of two minutes."""
+    if os.geteuid() != 0 or any(shutil.which(program, path=_path()) is None for program in PROGRAMS):
+        pytest.skip("a Slurm of its own needs root and Debian's slurm-wlm and munge")
     home = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # a socket's path has at most 108 characters
     home.chmod(0o755)
     ports = _free_ports(num_nodes + 1)
@@ -138,10 +131,7 @@ def slurm(*, num_nodes: int = 3, cred_expire_s: int = 5, kill_wait_s: int = 30) 
         f"NodeName=node{i} NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 Port={port} CPUs={NUM_CPUS}"
         for i, port in enumerate(ports[1:], start=1)
     )
-    text = CONFIG.format(
-        home=home, host=socket.gethostname(), port=ports[0], nodes=nodes, cred_expire_s=cred_expire_s,
-        kill_wait_s=kill_wait_s,
-    )  # fmt: skip
+    text = CONFIG.format(home=home, host=socket.gethostname(), port=ports[0], nodes=nodes)
     (home / "slurm.conf").write_text(text)
     (home / "state").mkdir()
     key = home / "munge.key"
@@ -156,7 +146,7 @@ def slurm(*, num_nodes: int = 3, cred_expire_s: int = 5, kill_wait_s: int = 30) 
         wait_until("munged", (home / "munge.socket").exists, deadline_s=30)
         cluster.start("slurmctld", "slurmctld", "-D", "-c", "-f", str(home / "slurm.conf"))
         for i in range(1, num_nodes + 1):
-            cluster.start_node(f"node{i}")
+            cluster.start(f"node{i}", "slurmd", "-D", "-N", f"node{i}", "-f", str(home / "slurm.conf"))
         idle = lambda: cluster.run("sinfo", "-h", "-N", "-t", "idle", "-o", "%N", is_checked=False).split()  # noqa: E731
         wait_until("the nodes", lambda: len(idle()) == num_nodes, deadline_s=60)
         yield cluster
@@ -178,21 +168,8 @@ def _end(cluster: Slurm) -> None:
         except subprocess.TimeoutExpired:
             daemon.kill()
             daemon.wait()
-    for pid in _processes_with({"SLURM_CONF": str(cluster.home / "slurm.conf")}):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    cluster.kill_processes()
     shutil.rmtree(cluster.home, ignore_errors=True)
-
-
-def _processes_with(variables: Mapping[str, str]) -> list[int]:
-    """Other processes whose environment has ``variables``."""
-    found, wanted = list[int](), {f"{name}={value}".encode() for name, value in variables.items()}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            with contextlib.suppress(OSError):
-                if wanted <= set((entry / "environ").read_bytes().split(b"\0")):
-                    found.append(int(entry.name))
-    return found
 
 
 def _free_ports(number: int) -> list[int]:
