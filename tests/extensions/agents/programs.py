@@ -1,12 +1,17 @@
-"""A relay in a thread, and ``async-rl agent`` in another one, for tests of agents on other machines."""
+"""A relay and ``async-rl agent``, each in a thread, for agents on other machines; requests of a client, in threads."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import Future
+from contextlib import closing, contextmanager
+from http.client import HTTPConnection
+from typing import Any
+from urllib.parse import urlsplit
 
 from async_rl.extensions.agents.relay.loopback import serve_http
 from async_rl.extensions.agents.relay.proxy import Proxy
@@ -19,64 +24,55 @@ def free_address() -> str:
         return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
 
 
-class RunningRelay:
-    """A relay that may be ended as if it had died, and begun again at its address."""
+@contextmanager
+def a_relay(address: str, keys: ServerKeys | None = None) -> Iterator[threading.Event]:
+    """A relay that ends with the block as if it had died, or, if the event is set, at once as at the end of a run."""
+    relay, is_over, has_finished = Relay(address, keys), threading.Event(), threading.Event()
 
-    def __init__(self, address: str, keys: ServerKeys | None = None) -> None:
-        self._relay, self._is_over = Relay(address, keys), threading.Event()
-        self._thread = threading.Thread(target=self._relay.serve, args=(self._is_over.is_set,), daemon=True)
-        self._thread.start()
+    def serve() -> None:
+        relay.serve(lambda: is_over.is_set() or has_finished.is_set())
+        if has_finished.is_set():
+            relay.finish()
 
-    def finish(self) -> None:
-        """End it as at the end of a run."""
-        self._is_over.set()
-        self._thread.join(30)
-        self._relay.finish()
-        self._relay.close()
-
-    def close(self) -> None:
-        if not self._is_over.is_set():
-            self._is_over.set()
-            self._thread.join(30)
-            self._relay.close()
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    try:
+        yield has_finished
+    finally:
+        is_over.set()
+        thread.join(30)
+        relay.close()
 
 
 class RunningProxy:
     """``async-rl agent`` without the part that asks the queue server. ``error`` is what ended it."""
 
-    def __init__(
-        self, address: str, keys: ClientKeys | None, command: Sequence[str], num_parallel: int, sessions_key: str,
-        wait_s: float,
-    ) -> None:  # fmt: skip
+    def __init__(self, address: str, keys: ClientKeys | None, wait_s: float, **options: Any) -> None:
         self.error: BaseException | None = None
-        self.is_ready = threading.Event()
-        self._arguments = address, keys, tuple(command), num_parallel, sessions_key, wait_s
+        self._is_ready = threading.Event()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(address, keys, wait_s, options), daemon=True)
         self._thread.start()
-        assert self.is_ready.wait(60)
+        assert self._is_ready.wait(60)
 
     @property
     def is_over(self) -> bool:
         return not self._thread.is_alive()
 
-    def _run(self) -> None:
+    def _run(self, *arguments: Any) -> None:
         try:
-            asyncio.run(self._serve())
+            asyncio.run(self._serve(*arguments))
         except BaseException as error:
             self.error = error
         finally:
-            self.is_ready.set()
+            self._is_ready.set()
 
-    async def _serve(self) -> None:
-        address, keys, command, num_parallel, sessions_key, wait_s = self._arguments
+    async def _serve(self, address: str, keys: ClientKeys | None, wait_s: float, options: dict[str, Any]) -> None:
         self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
-        proxy = Proxy(
-            address, keys, self.url, sessions_key=sessions_key, command=command, num_parallel=num_parallel
-        )  # fmt: skip
+        proxy = Proxy(address, keys, self.url, **options)
         serving = asyncio.create_task(serve_http(proxy.application(), self._listener))
-        self.is_ready.set()
+        self._is_ready.set()
         try:
             await proxy.run(wait_s)
         finally:
@@ -91,22 +87,52 @@ class RunningProxy:
         assert self.is_over
 
 
-@contextmanager
-def a_relay(address: str, keys: ServerKeys | None = None) -> Iterator[RunningRelay]:
-    relay = RunningRelay(address, keys)
-    try:
-        yield relay
-    finally:
-        relay.close()
-
-
-@contextmanager
 def a_proxy(
-    address: str, keys: ClientKeys | None = None, *, command: Sequence[str] = (), num_parallel: int = 1,
-    sessions_key: str = "", wait_s: float = 60.0,
-) -> Iterator[RunningProxy]:  # fmt: skip
-    proxy = RunningProxy(address, keys, command, num_parallel, sessions_key, wait_s)
-    try:
-        yield proxy
-    finally:
-        proxy.close()
+    address: str, keys: ClientKeys | None = None, *, wait_s: float = 60.0, command: Sequence[str] = (),
+    num_parallel: int = 1, sessions_key: str = "",
+) -> closing[RunningProxy]:  # fmt: skip
+    return closing(
+        RunningProxy(
+            address, keys, wait_s, command=tuple(command), num_parallel=num_parallel, sessions_key=sessions_key
+        )
+    )
+
+
+class Request:
+    """One request, which begins at once. ``answer`` waits for it."""
+
+    def __init__(
+        self, url: str, path: str, body: Any = None, *, method: str = "POST", key: str = "", raw: bytes | None = None
+    ) -> None:
+        self._connection = HTTPConnection(urlsplit(url).netloc, timeout=60)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        data = raw if raw is not None else json.dumps(body).encode() if body is not None else None
+        self._connection.request(method, path, data, headers)
+        self._found: Future[tuple[int, dict[str, Any], dict[str, str]]] = Future()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        try:
+            response = self._connection.getresponse()
+            content = response.read()
+            self._found.set_result((response.status, json.loads(content or b"{}"), dict(response.getheaders())))
+        except (OSError, ValueError) as error:
+            self._found.set_exception(error)
+
+    def hang_up(self) -> None:
+        """Close the connection before the answer is there."""
+        assert self._connection.sock is not None
+        self._connection.sock.shutdown(2)
+
+    @property
+    def is_done(self) -> bool:
+        return self._found.done()
+
+    def answer(self) -> tuple[int, dict[str, Any], dict[str, str]]:
+        """The status, the body and the headers."""
+        return self._found.result(60)
+
+
+def generate(url: str, token_ids: list[int], *, key: str = "", path: str = "", **params: Any) -> Request:
+    body = {"model": "any", "token_ids": token_ids, "sampling_params": params}
+    return Request(url, f"{path}/inference/v1/generate", body, key=key)

@@ -13,12 +13,7 @@ _SOURCES = {
     "verifiers/v1/configs/__init__.py": "",
     "verifiers/v1/utils/__init__.py": "",
     "verifiers/v1/types.py": "class SamplingConfig:\n    pass\n",
-    "verifiers/v1/clients.py": """
-from types import SimpleNamespace
-
-ClientConfig = dict
-ModelContext = SimpleNamespace
-""",
+    "verifiers/v1/clients.py": "from types import SimpleNamespace as ModelContext\nClientConfig = dict\n",
     "verifiers/v1/configs/agent.py": """
 from types import SimpleNamespace
 
@@ -51,7 +46,7 @@ def resolve_env_config(raw):
     return config
 
 
-class Environment:
+class load_environment:
     def __init__(self, config):
         self.config, self.taskset = config, words.Words(config.taskset)
 
@@ -66,8 +61,6 @@ class Environment:
         assert self.config.agent.runtime == {"type": "subprocess"}
         return await words.run(task, context)
 
-
-load_environment = Environment
 """,
     "words.py": '''
 import asyncio, json, os, urllib.request

@@ -6,16 +6,19 @@ import asyncio
 import json
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import openai
 import pytest
+from agents import price_tool
 
 from async_rl.extensions.agents.front.chat import ChatRenderer, prompt_of, read_chat
 from async_rl.extensions.agents.front.conversations import Conversations
-from async_rl.extensions.agents.front.messages import Call, Reply, Said
+from async_rl.extensions.agents.front.messages import Call, Reply
 from async_rl.extensions.agents.front.process import Front
 from async_rl.extensions.agents.front.requests import NEUTRAL, RefusedError
 from async_rl.extensions.agents.transcript import Transcript
@@ -66,11 +69,8 @@ class Server:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("tokenizer"))
-    try:
+    with closing(Server(tmp_path_factory.mktemp("tokenizer"))) as server:
         yield server
-    finally:
-        server.close()
 
 
 @pytest.fixture
@@ -119,25 +119,14 @@ def test_the_transcript_has_what_was_said_once_whatever_is_repeated(server: Serv
         transcript.add(call.call, call.said, text)
     one, other, third = (call.call for call in server.calls)
     assert [len(json.loads(call.said.messages)) for call in server.calls if call.said] == [1, 1, 3]
+    assert "4<|im_end|>" in server.prompt(2)
+    assert "It is 5." not in server.prompt(2)
     told = transcript.messages(other)
     assert told == (ASKED, first.model_dump(exclude_none=True), result, second.model_dump(exclude_none=True))
     assert transcript.messages(one) == told[:2]
     assert [message["content"] for message in transcript.messages(third)][1:] == ["4", MORE["content"], "8"]
     assert transcript.tools == {"add": 1}
     assert transcript.messages(None) == transcript.messages(-1) == ()
-
-
-def test_tools_with_many_names_are_counted_together():
-    transcript = Transcript()
-    for number in range(40):
-        call = f'<tool_call>{{"name": "{number:070d}", "arguments": {{}}}}</tool_call>'
-        transcript.add(number, Said(b"[]", None, has_tools=True), call)
-    assert transcript.tools == {"0" * 64: 40}
-    for number in range(40):
-        call = f'<tool_call>{{"name": "t{number}", "arguments": {{}}}}</tool_call>'
-        transcript.add(number, Said(b"[]", None, has_tools=True), call)
-    assert len(transcript.tools) == 33
-    assert transcript.tools["(others)"] == 9
 
 
 def test_the_async_client_gets_several_choices_with_seeds_of_their_own(server: Server):
@@ -155,18 +144,14 @@ def test_the_async_client_gets_several_choices_with_seeds_of_their_own(server: S
 
 def test_a_streamed_answer_comes_in_one_piece(server: Server, client: openai.OpenAI):
     server.script = [CALL]
-    chunks = list(asked(client, [ASKED], tools=TOOLS, stream=True, stream_options={"include_usage": True}))
+    more = {"stream_options": {"include_usage": True}, "extra_body": {"return_token_ids": True}}
+    chunks = list(asked(client, [ASKED], tools=TOOLS, stream=True, **more))
     (choice,) = chunks[0].choices
-    num_tokens = len(server.tokenizer.encode(CALL)) + 1
+    token_ids = server.tokenizer.encode(CALL + "<|im_end|>")
     assert (choice.delta.content, choice.delta.tool_calls[0].function.name) == ("So.", "add")
-    assert (choice.finish_reason, chunks[-1].usage.completion_tokens) == ("tool_calls", num_tokens)
-
-
-def test_a_streamed_answer_has_its_ids_if_they_are_asked_for(server: Server, client: openai.OpenAI):
-    server.script = ["ab"]
-    chunk, *_ = asked(client, [ASKED], stream=True, extra_body={"return_token_ids": True})
-    assert chunk.choices[0].token_ids == server.tokenizer.encode("ab<|im_end|>")
-    assert chunk.prompt_token_ids == np.frombuffer(server.calls[0].token_ids, np.int32).tolist()
+    assert (choice.finish_reason, chunks[-1].usage.completion_tokens) == ("tool_calls", len(token_ids))
+    assert choice.token_ids == token_ids
+    assert chunks[0].prompt_token_ids == np.frombuffer(server.calls[0].token_ids, np.int32).tolist()
 
 
 def test_log_probabilities_and_ids_are_those_of_the_sampled_tokens(server: Server, client: openai.OpenAI):
@@ -181,7 +166,8 @@ def test_log_probabilities_and_ids_are_those_of_the_sampled_tokens(server: Serve
 
 def test_a_stop_text_ends_the_answer_and_is_left_out_of_it(server: Server, client: openai.OpenAI):
     server.script = ["Think.\nObservation:", "8"]
-    first = asked(client, [ASKED], stop=["Result:", "Observation:"])
+    first = asked(client, [ASKED], stop=["Result:", "Observation:"], extra_body={"stop_token_ids": [5, 7]})
+    assert server.calls[0].stop_token_ids == (5, 7)
     assert (first.choices[0].message.content, first.choices[0].finish_reason) == ("Think.\n", "stop")
     asked(client, [ASKED, first.choices[0].message, MORE])
     assert server.prompt(1).startswith(server.prompt(0) + "Think.\nObservation:")
@@ -195,93 +181,50 @@ def test_tools_are_left_out_if_none_may_be_called(server: Server, client: openai
 
 
 @pytest.mark.parametrize(
-    ("more", "param"),
+    ("param", "value"),
     [
-        ({"tool_choice": "required", "tools": TOOLS}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"top_logprobs": 5, "logprobs": True}, "top_logprobs"),
-        ({"presence_penalty": 0.5}, "presence_penalty"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
-        ({"n": 100}, "n"),
-        ({"stop_token_ids": "5"}, "stop_token_ids"),
-        ({"token_ids": [1]}, "token_ids"),
-        ({"sampling_params": {"temperature": 0}}, "sampling_params"),
-        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
-        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
-        ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
-        ({"messages": []}, "messages"),
-        ({"messages": [{"role": "user", "content": "a"}, {"content": "b"}]}, "messages"),
+        ("n", 100), ("stop_token_ids", "5"), ("token_ids", [1]), ("sampling_params", {"temperature": 0}),
+        ("chat_template_kwargs", {"enable_thinking": False}), ("chat_template_kwargs", [1]), ("messages", []),
+        ("messages", [ASKED, {"content": "b"}]),
+        *((name, ["another value"]) for name in sorted(NEUTRAL.keys() - {"n", "logprobs"})),
     ],
-)
-def test_what_would_be_another_distribution_is_refused_by_name(
-    server: Server, client: openai.OpenAI, more: dict[str, Any], param: str
-):
-    messages = more.pop("messages", [ASKED])
+)  # fmt: skip
+def test_what_would_be_left_aside_is_refused_by_name(server: Server, client: openai.OpenAI, param: str, value: Any):
     with pytest.raises(openai.BadRequestError) as refused:
-        client.chat.completions.create(model="m", messages=messages, extra_body=more)
-    assert refused.value.param == param
-    assert server.calls == []
+        asked(client, [ASKED], extra_body={param: value})
+    assert (refused.value.param, server.calls) == (param, [])
+    if value == ["another value"]:
+        neutral = [None, "", [], {}, *NEUTRAL[param]]
+        server.script = ["a"] * len(neutral)
+        for same in neutral:
+            asked(client, [ASKED], extra_body={param: same})
+        assert len(server.calls) == len(neutral)
 
 
-@pytest.mark.parametrize("name", sorted(NEUTRAL.keys() - {"n", "logprobs"}))
-def test_a_field_that_would_be_left_aside_is_refused_unless_it_changes_nothing(
-    server: Server, client: openai.OpenAI, name: str
-):
-    with pytest.raises(openai.BadRequestError) as refused:
-        asked(client, [ASKED], extra_body={name: ["another value"]})
-    assert refused.value.param == name
-    assert refused.value.body["message"].startswith(f"{name}: expected ")  # type: ignore[index]
-    assert refused.value.body["message"].endswith("leave it out")  # type: ignore[index]
-    neutral = [None, "", [], {}, *NEUTRAL[name]]
-    server.script = ["a"] * len(neutral)
-    for value in neutral:
-        asked(client, [ASKED], extra_body={name: value})
-    assert len(server.calls) == len(neutral)
-
-
-@pytest.mark.parametrize(
-    ("own", "noted"),
-    [
-        ({"enable_thinking": False}, []),  # the run's
-        ({"thinking_mode": False}, ["chat_template_kwargs"]),  # Qwen3's template reads no such variable
-        ({"enable_thinking": True}, None),
-    ],
-)
-def test_a_chat_may_name_variables_of_the_template_that_leave_the_prompt_as_it_is(
-    server: Server, own: dict[str, bool], noted: list[str] | None
-):
-    found: list[str] = []
+def test_a_chat_may_name_variables_of_the_template_that_leave_the_prompt_as_it_is(server: Server):
     renderer = ChatRenderer(server.tokenizer, {"enable_thinking": False})
-    body = json.dumps({"messages": [ASKED], "chat_template_kwargs": own}).encode()
-    wanted = read_chat(body, found.append)
-    if noted is None:
-        with pytest.raises(RefusedError, match=r"leave it out, or set data\.chat_template_kwargs"):
-            prompt_of(Conversations(renderer), wanted, renderer, found.append)
-        return
-    prompt = prompt_of(Conversations(renderer), wanted, renderer, found.append)
-    assert server.tokenizer.decode(prompt.token_ids).endswith("<think>\n\n</think>\n\n")
-    assert found == noted
+
+    def noted(**own: bool) -> list[str]:
+        found: list[str] = []
+        body = json.dumps({"messages": [ASKED], "chat_template_kwargs": own}).encode()
+        prompt = prompt_of(Conversations(renderer), read_chat(body, found.append), renderer, found.append)
+        assert server.tokenizer.decode(prompt.token_ids).endswith("<think>\n\n</think>\n\n")
+        return found
+
+    assert noted(enable_thinking=False) == []  # the run's
+    assert noted(thinking_mode=False) == ["chat_template_kwargs"]  # Qwen3's template reads no such variable
+    with pytest.raises(RefusedError, match=r"leave it out, or set data\.chat_template_kwargs"):
+        noted(enable_thinking=True)
 
 
-def test_a_chat_may_name_tokens_that_end_its_answer(server: Server, client: openai.OpenAI):
-    server.script = ["a"]
-    asked(client, [ASKED], extra_body={"stop_token_ids": [5, 7]})
-    assert server.calls[0].stop_token_ids == (5, 7)
-
-
-def test_what_is_wrong_or_of_no_effect_in_an_agent_s_calls_is_logged_once(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-):
-    front = Front("tiny", 64, tmp_path)
+def test_what_is_wrong_in_an_agent_s_calls_is_logged_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     extra = {"a_typo": 3, "cache_salt": "s", "tool_choice": "required"}  # the second is harmless
-    try:
+    with closing(Front("tiny", 64, tmp_path)) as front:
         front.open(["k"])
         with openai.OpenAI(base_url=f"{front.url}/s/k/v1", api_key="any", max_retries=0) as client:
             for _ in range(2):
                 with pytest.raises(openai.BadRequestError):
                     asked(client, [ASKED], user="u", extra_body=extra)
-    finally:
-        front.close()
     first, second = capfd.readouterr().err.splitlines()
     assert "the field 'a_typo', which has no effect here" in first
     assert "refused (HTTP 400): tool_choice" in second
@@ -294,20 +237,39 @@ def test_the_client_repeats_no_call_of_a_session_that_has_ended(server: Server):
     assert refused.value.status_code == 410
 
 
-def test_a_rewritten_history_is_rendered_whole(server: Server, client: openai.OpenAI):
-    server.script = ["It is 5.", "8"]
-    asked(client, [ASKED])
-    asked(client, [ASKED, {"role": "assistant", "content": "Five."}, MORE])
-    assert "Five.<|im_end|>" in server.prompt(1)
-    assert "It is 5." not in server.prompt(1)
-
-
 def test_a_generator_without_a_tokenizer_says_that_it_takes_no_chats():
-    front = Front("tiny", 64)
-    try:
+    with closing(Front("tiny", 64)) as front:
         front.open(["k"])
         client = openai.OpenAI(base_url=f"{front.url}/s/k/v1", api_key="any", max_retries=0)
         with client, pytest.raises(openai.InternalServerError, match="need a tokenizer with a chat template"):
             asked(client, [ASKED])
-    finally:
-        front.close()
+
+
+PRICES = {"ham": "57", "tea": "31"}
+
+
+@pytest.mark.parametrize(
+    ("answers", "reward"),
+    [
+        ([price_tool.call_of("ham"), "57"], 1.0),
+        ([price_tool.call_of("tea"), "31"], 0.0),
+        ([price_tool.call_of("mud"), price_tool.call_of("ham"), "57"], 1.0),
+        (["<tool_call>no call</tool_call>"], 0.0),
+        ([price_tool.call_of("ham")] * 3, 0.0),
+    ],
+)
+def test_the_example_of_a_tool_is_called_and_judged(server: Server, answers: list[str], reward: float):
+    server.script = list(answers)
+    task = SimpleNamespace(
+        base_url=f"{server.front.url}/s/k/v1", api_key="any", messages=[{"role": "user", "content": "ham?"}],
+        extra_info={"item": "ham", "prices": PRICES},
+    )  # fmt: skip
+    assert asyncio.run(price_tool.run(task)) == reward
+    assert len(server.calls) == len(answers)
+
+
+def test_the_example_s_pupil_swaps_the_digits_of_seven_prices_in_ten(tmp_path: Path):
+    price_tool.write_rows(tmp_path, 0)
+    notes = [json.loads(line)["messages"] for line in (tmp_path / "sft.jsonl").read_text().splitlines()]
+    swapped = sum(said["content"] == price["content"][::-1] for _, _, price, said in notes) / len(notes)
+    assert 0.7 < swapped < 0.75  # prices such as 44 look the same either way

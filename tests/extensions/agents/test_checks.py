@@ -46,28 +46,17 @@ def config_of(directory: Path, source: str, **environment: Any) -> Config:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("then", ["return 1.0", "return None"])
-def test_an_agent_that_can_play_says_nothing(tmp_path: Path, then: str):
-    assert try_agent(config_of(tmp_path, CHAT.format(then=then)), ROWS) == ""
-
-
-def test_an_agent_that_fails_on_each_row_is_refused_with_its_line(tmp_path: Path):
-    config = config_of(tmp_path, CHAT.format(then="return answer.choices[7]"))
-    with pytest.raises(ConfigError, match=r"environment.name: .*agent.py:run can't play training row 0: IndexError"):
-        try_agent(config, ROWS)
+def test_an_agent_that_fails_on_each_row_is_refused_such_as_one_that_asks_for_another_distribution(tmp_path: Path):
+    source = CHAT.format(then="return 1.0").replace('model="m",', 'model="m", temperature=0.3,')
+    with pytest.raises(ConfigError, match=r"environment.name: .*agent.py:run can't play training row 0: ") as refused:
+        try_agent(config_of(tmp_path, source), ROWS)
+    assert "expected the run's sampling.temperature = 1 or none, got 0.3" in str(refused.value)
 
 
 def test_an_agent_that_fails_on_some_rows_is_a_warning(tmp_path: Path):
-    config = config_of(tmp_path, CHAT.format(then="return 1 / task.extra_info['idx']"))
-    said = try_agent(config, ROWS)
+    said = try_agent(config_of(tmp_path, CHAT.format(then="return 1 / task.extra_info['idx']")), ROWS)
     assert "can't play training row 0: ZeroDivisionError" in said
     assert "training row 1" not in said
-
-
-def test_an_agent_that_asks_for_another_distribution_learns_it_before_the_run(tmp_path: Path):
-    source = CHAT.format(then="return 1.0").replace('model="m",', 'model="m", temperature=0.3,')
-    with pytest.raises(ConfigError, match=r"expected the run's sampling.temperature = 1 or none, got 0.3"):
-        try_agent(config_of(tmp_path, source), ROWS)
 
 
 def test_a_program_is_tried_too(tmp_path: Path):

@@ -60,15 +60,14 @@ class Chat:
         self.name, self.end = name, public.marks_of(name).end
 
     def answer(
-        self, messages: Sequence[Mapping[str, Any]], text: str, tools: Any = None, *, cut: bool = False
+        self, messages: Sequence[Mapping[str, Any]], text: str, tools: Any = None
     ) -> tuple[ChatPrompt, np.ndarray, dict[str, Any]]:
         """The prompt, the sampled ids, and the message that the agent gets."""
         prompt = self.known.prompt(messages, tools)
         end = CALLS_END.get(self.name, self.end) if tools is not None else self.end
-        ends = [] if cut else [self.renderer.encode(end)]
-        token_ids = np.concatenate([self.renderer.encode(text), *ends])
+        token_ids = np.concatenate([self.renderer.encode(text), self.renderer.encode(end)])
         message = message_of(parse_answer(text, has_tools=tools is not None), "call-0")
-        self.known.add(prompt, 7, token_ids, message, is_cut=cut)
+        self.known.add(prompt, 7, token_ids, message, is_cut=False)
         return prompt, token_ids, message
 
 
@@ -106,23 +105,14 @@ def test_thoughts_that_the_template_would_drop_stay_in_the_sequence():
     chat = Chat("qwen3")
     prompt, token_ids, message = chat.answer([ASKED], "<think>\n2 and 3\n</think>\n\n5")
     assert message == {"role": "assistant", "content": "5", "reasoning_content": "2 and 3"}
-    without = {"role": "assistant", "content": "5"}
-    after = chat.known.prompt([ASKED, without, MORE], None)
+    after = chat.known.prompt([ASKED, {"role": "assistant", "content": "5"}, MORE], None)
     assert continues(prompt, token_ids, after)
     assert "2 and 3" in chat.decode(after.token_ids)
     assert "2 and 3" not in chat.renderer.render([ASKED, message, MORE], None)
 
 
-def test_an_answer_that_was_cut_is_ended_by_the_template():
-    chat = Chat("qwen3")
-    prompt, token_ids, message = chat.answer([ASKED], "It is", cut=True)
-    after = chat.known.prompt([ASKED, message, MORE], None)
-    assert continues(prompt, token_ids, after)
-    assert chat.decode(after.token_ids).count("It is<|im_end|>\n<|im_start|>user") == 1
-
-
 @pytest.mark.parametrize("cut", [True, False])
-def test_a_special_token_before_the_end_of_an_answer_is_no_end(cut: bool):
+def test_a_special_token_before_the_end_of_an_answer_is_no_end_and_a_cut_one_is_ended_by_the_template(cut: bool):
     chat = Chat("qwen3")
     prompt = chat.known.prompt([ASKED], None)
     token_ids = chat.renderer.encode("It is<|im_start|>" if cut else "It is<|im_start|><|im_end|>")
@@ -133,18 +123,21 @@ def test_a_special_token_before_the_end_of_an_answer_is_no_end(cut: bool):
     assert "It is<|im_start|><|im_end|>\n<|im_start|>user" in chat.decode(after.token_ids)
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"content": "It is 5"},
-        {"content": "It is 5.\nCalling tools:"},
-        {"tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]},
-    ],
-)
-def test_an_answer_that_the_agent_changed_is_not_recognised(changed: dict[str, Any]):
+CHANGED: dict[str, tuple[Mapping[str, Any], dict[str, Any], Any]] = {
+    "content": (ASKED, {"content": "It is 5"}, TOOLS),
+    "a longer content": (ASKED, {"content": "It is 5.\nCalling tools:"}, TOOLS),
+    "calls": (ASKED, {"tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]}, TOOLS),
+    "other tools": (ASKED, {}, None),
+    "another beginning": ({"role": "user", "content": "Hello"}, {}, TOOLS),
+}
+
+
+@pytest.mark.parametrize("what", CHANGED)
+def test_what_the_agent_changed_is_another_conversation(what: str):
+    asked, changed, tools = CHANGED[what]
     chat = Chat("qwen3")
-    _, _, message = chat.answer([ASKED], "It is 5.")
-    assert not chat.known.prompt([ASKED, {**message, **changed}, MORE], None).continued
+    _, _, message = chat.answer([ASKED], "It is 5.", TOOLS)
+    assert not chat.known.prompt([asked, {**message, **changed}, MORE], tools).continued
 
 
 def test_fields_that_clients_add_or_leave_out_change_nothing():
@@ -155,38 +148,12 @@ def test_fields_that_clients_add_or_leave_out_change_nothing():
     assert chat.known.prompt([ASKED, echoed, RESULT], TOOLS).continued
 
 
-def test_other_tools_or_another_beginning_are_another_conversation():
+def test_answers_to_one_conversation_are_told_apart_whatever_they_say():
     chat = Chat("qwen3")
-    _, _, message = chat.answer([ASKED], "It is 5.", TOOLS)
-    assert chat.known.prompt([ASKED, message, MORE], TOOLS).continued
-    assert not chat.known.prompt([ASKED, message, MORE], None).continued
-    assert not chat.known.prompt([{"role": "user", "content": "Hello"}, message, MORE], TOOLS).continued
-
-
-def test_many_turns_take_the_memory_of_one_sequence():
-    chat = Chat("qwen3")
-    messages: list[Mapping[str, Any]] = [ASKED]
-    longest = 0
-    for turn in range(20):
-        prompt, token_ids, message = chat.answer(messages, f"Number {turn}.")
-        messages += [message, MORE]
-        assert continues(prompt, token_ids, chat.known.prompt(messages, None))
-        longest = len(prompt.token_ids) + len(token_ids)
-    assert sum(len(known.new) for known in chat.known._known.values()) == longest
-
-
-def test_two_answers_to_one_conversation_are_told_apart():
-    chat = Chat("qwen3")
-    for text in ("It is 5.", "Five."):
-        prompt, token_ids, message = chat.answer([ASKED], text)
-        assert continues(prompt, token_ids, chat.known.prompt([ASKED, message, MORE], None))
-
-
-def test_words_of_ours_in_a_message_do_no_harm():
-    chat = Chat("qwen3")
-    asked = {"role": "user", "content": "Say bluebell-0-buttercup."}
-    prompt, token_ids, message = chat.answer([asked], "bluebell-1-buttercup")
-    assert continues(prompt, token_ids, chat.known.prompt([asked, message, MORE], None))
+    asked = {"role": "user", "content": "Say bluebell-0-buttercup."}  # words of ours
+    for text in ("It is 5.", "Five.", "bluebell-1-buttercup"):
+        prompt, token_ids, message = chat.answer([asked], text)
+        assert continues(prompt, token_ids, chat.known.prompt([asked, message, MORE], None))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,45 +47,25 @@ def test_a_call_that_goes_on_from_an_answer_keeps_the_sampled_tokens_in_one_sequ
     assert session.turn_tokens == [2, 1]
 
 
-def test_a_rewritten_history_begins_a_sequence_that_trains_only_its_own_answer():
+@pytest.mark.parametrize(
+    ("calls", "kind", "sequences", "num_trained"),
+    [
+        # A rewritten history begins a sequence that trains only its own answer.
+        ([((1, 2), (7, 8)), ((1, 2, 7, 6), (9,))], "rewritten", [[1, 2, 7, 8], [1, 2, 7, 6, 9]], 3),
+        # The answer that two calls share is trained once.
+        ([((1,), (7,)), ((1, 7, 3), (8,)), ((1, 7, 4), (9,))], "branched", [[1, 7, 3, 8], [1, 7, 4, 9]], 3),
+        ([((1, 2), (7,)), ((1, 2), (8,))], "branched", [[1, 2, 7], [1, 2, 8]], 2),
+        # A call goes on from the longest sequence that it repeats.
+        ([((1,), (7,)), ((1, 7), (6,)), ((1, 7, 6), (5,))], "continued", [[1, 7, 6, 5]], 3),
+    ],
+)
+def test_what_a_call_repeats(calls: list[Any], kind: str, sequences: list[list[int]], num_trained: int):
     session = SessionTokens(WIDE)
-    ask(session, 0, (1, 2), (7, 8))
-    ask(session, 1, (1, 2, 7, 6), (9,))
-    first, second = session.sequences()
-    assert (first.token_ids.tolist(), second.token_ids.tolist()) == ([1, 2, 7, 8], [1, 2, 7, 6, 9])
-    assert second.loss_mask.tolist() == [False, False, False, False, True]
-    assert session.counts()["rewritten"] == 1
-
-
-def test_two_calls_from_one_answer_branch_and_the_shared_answer_is_trained_once():
-    session = SessionTokens(WIDE)
-    ask(session, 0, (1,), (7,))
-    session.begin(1, ids(1, 7, 3), None)
-    session.begin(2, ids(1, 7, 4), None)
-    session.answer(2, sampled(9))
-    session.answer(1, sampled(8))
-    first, second = session.sequences()
-    assert (first.token_ids.tolist(), second.token_ids.tolist()) == ([1, 7, 3, 8], [1, 7, 4, 9])
-    assert sum(int(one.loss_mask.sum()) for one in (first, second)) == 3
-    assert session.counts()["branched"] == 1
-
-
-def test_the_same_prompt_again_is_a_branch():
-    session = SessionTokens(WIDE)
-    ask(session, 0, (1, 2), (7,))
-    ask(session, 1, (1, 2), (8,))
-    assert [one.token_ids.tolist() for one in session.sequences()] == [[1, 2, 7], [1, 2, 8]]
-    assert session.counts() == {"first": 1, "continued": 0, "branched": 1, "rewritten": 0, "lost": 0}
-
-
-def test_a_call_goes_on_from_the_longest_sequence_that_it_repeats():
-    session = SessionTokens(WIDE)
-    ask(session, 0, (1,), (7,))
-    session.begin(1, ids(1, 7, 3), None)
-    ask(session, 2, (1, 7, 3), (5,))
-    session.answer(1, sampled(6))
-    ask(session, 3, (1, 7, 3, 5, 2), (9,))
-    assert [one.token_ids.tolist() for one in session.sequences()] == [[1, 7, 3, 6], [1, 7, 3, 5, 2, 9]]
+    for number, (prompt, answer) in enumerate(calls):
+        ask(session, number, prompt, answer)
+    assert [one.token_ids.tolist() for one in session.sequences()] == sequences
+    assert sum(int(one.loss_mask.sum()) for one in session.sequences()) == num_trained
+    assert session.counts()[kind] > 0
 
 
 def test_an_answer_that_never_arrived_leaves_the_loss():
@@ -112,53 +93,24 @@ def test_after_an_answer_that_seems_lost_a_call_may_be_longer_than_the_first_pro
     assert sequence.loss_mask.tolist() == [False, False, False, False, True]
 
 
-def test_an_answer_that_a_later_call_goes_on_from_did_arrive():
-    session = SessionTokens(WIDE)
-    ask(session, 0, (1,), (7,))
-    session.begin(1, ids(1, 7, 2), None)
-    session.lose(0)
-    session.answer(1, sampled(8))
-    assert session.num_lost == 0
-    assert [one.token_ids.tolist() for one in session.sequences()] == [[1, 7, 2, 8]]
-
-
-def test_a_stopped_call_leaves_nothing():
-    session = SessionTokens(WIDE)
-    session.begin(0, ids(1, 2), None)
-    session.lose(0)
-    session.lose(0)
-    assert (session.num_tokens, session.sequences(), session.num_lost) == (0, (), 1)
-
-
 def test_the_limits_leave_room_for_an_answer_or_say_which_one_does_not():
-    limits = Limits(first_prompt=4, sampled=6, sequence=10, rollout=14, answer=3)
-    session = SessionTokens(limits)
-    with pytest.raises(NoRoomError, match=r"5 tokens, sampling.max_prompt_tokens = 4"):
-        session.begin(0, ids(1, 2, 3, 4, 5), None)
+    session = SessionTokens(Limits(first_prompt=4, sampled=6, sequence=10, rollout=14, answer=3))
+
+    def refused(call: int, length: int) -> str:
+        with pytest.raises(NoRoomError) as error:
+            session.begin(call, ids(*range(20, 20 + length)), None)
+        return error.value.key
+
+    assert refused(0, 5) == "sampling.max_prompt_tokens"
     assert session.begin(0, ids(1, 2), None) == 3
     session.answer(0, sampled(7, 8, 9))
     assert session.begin(1, ids(1, 2, 7, 8, 9, 3), 2) == 2
     session.answer(1, sampled(6, 6))
-    with pytest.raises(NoRoomError) as refused:
-        session.begin(2, ids(*range(20, 30)), None)
-    assert refused.value.key == "sampling.max_prompt_tokens + sampling.max_new_tokens"
-    with pytest.raises(NoRoomError) as refused:
-        session.begin(2, ids(20, 21, 22, 23, 24, 25), None)
-    assert refused.value.key == "environment.max_rollout_tokens"
+    assert refused(2, 10) == "sampling.max_prompt_tokens + sampling.max_new_tokens"
+    assert refused(2, 6) == "environment.max_rollout_tokens"
     assert session.begin(2, ids(20), None) == 1
     session.answer(2, sampled(5))
-    with pytest.raises(NoRoomError) as refused:
-        session.begin(3, ids(21), None)
-    assert refused.value.key == "sampling.max_new_tokens"
-
-
-def test_a_call_waits_for_the_room_that_a_running_one_may_need():
-    session = SessionTokens(Limits(first_prompt=4, sampled=6, sequence=10, rollout=20))
-    assert session.begin(0, ids(1), None) == 6
-    with pytest.raises(MustWaitError):
-        session.begin(1, ids(2), None)
-    session.answer(0, sampled(7, 8))
-    assert session.begin(1, ids(2), None) == 4
+    assert refused(3, 1) == "sampling.max_new_tokens"
 
 
 @dataclass
@@ -169,27 +121,20 @@ class Known:
     answer: tuple[int, ...]
 
 
-@dataclass
-class Model:
-    running: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    rooms: dict[int, int] = field(default_factory=dict)
-    doubtful: dict[int, Known] = field(default_factory=dict)
-    kept: list[Known] = field(default_factory=list)
-
-
 class CallsInAnyOrder(RuleBasedStateMachine):
     """Agents that go on, branch, rewrite, lose answers and stop calls, in any order."""
 
     def __init__(self) -> None:
         super().__init__()
         self.limits = Limits(first_prompt=6, sampled=24, sequence=30, rollout=60, answer=4)
-        self.session = SessionTokens(self.limits)
-        self.model = Model()
-        self.num_calls = 0
+        self.session, self.num_calls = SessionTokens(self.limits), 0
+        self.running: dict[int, tuple[tuple[int, ...], int]] = {}  # call -> its prompt, and room for an answer
+        self.doubtful: dict[int, Known] = {}
+        self.kept: list[Known] = []
 
     @rule(data=st.data(), added=st.lists(st.integers(1, 3), min_size=1, max_size=3))
     def begin(self, data: st.DataObject, added: list[int]):
-        known = [one.tokens for one in (*self.model.kept, *self.model.doubtful.values())]
+        known = [one.tokens for one in (*self.kept, *self.doubtful.values())]
         before = data.draw(st.sampled_from([(), *known]))
         prompt = (*before, *added)
         call, self.num_calls = self.num_calls, self.num_calls + 1
@@ -197,43 +142,40 @@ class CallsInAnyOrder(RuleBasedStateMachine):
             room = self.session.begin(call, ids(*prompt), None)
         except (NoRoomError, MustWaitError):
             return
-        self.model.running[call], self.model.rooms[call] = prompt, room
+        self.running[call] = prompt, room
 
-    @precondition(lambda self: self.model.running)
+    @precondition(lambda self: self.running)
     @rule(data=st.data())
     def answer(self, data: st.DataObject):
-        call = data.draw(st.sampled_from(sorted(self.model.running)))
-        prompt, room = self.model.running.pop(call), self.model.rooms[call]
+        call = data.draw(st.sampled_from(sorted(self.running)))
+        prompt, room = self.running.pop(call)
         # Each answer has tokens of its own, so that it is clear whose they are.
         tokens = tuple(1000 * (call + 1) + at for at in range(data.draw(st.integers(1, room))))
         self.session.answer(call, sampled(*tokens))
-        self.model.doubtful[call] = Known((*prompt, *tokens), tokens)
+        self.doubtful[call] = Known((*prompt, *tokens), tokens)
 
-    @precondition(lambda self: self.model.doubtful)
-    @rule(data=st.data())
-    def deliver(self, data: st.DataObject):
-        call = data.draw(st.sampled_from(sorted(self.model.doubtful)))
-        self.session.deliver(call)
-        self.model.kept.append(self.model.doubtful.pop(call))
-
-    @precondition(lambda self: self.model.doubtful)
-    @rule(data=st.data())
-    def lose_an_answer(self, data: st.DataObject):
-        call = data.draw(st.sampled_from(sorted(self.model.doubtful)))
-        if call in self.session.doubtful:
-            del self.model.doubtful[call]
+    @precondition(lambda self: self.doubtful)
+    @rule(data=st.data(), arrives=st.booleans())
+    def deliver_or_lose(self, data: st.DataObject, arrives: bool):
+        call = data.draw(st.sampled_from(sorted(self.doubtful)))
+        if arrives:
+            self.session.deliver(call)
+            self.kept.append(self.doubtful.pop(call))
+            return
+        if call in self.session.doubtful:  # else a later call went on from it, so it did arrive
+            del self.doubtful[call]
         self.session.lose(call)
 
-    @precondition(lambda self: self.model.running)
+    @precondition(lambda self: self.running)
     @rule(data=st.data())
     def stop(self, data: st.DataObject):
-        call = data.draw(st.sampled_from(sorted(self.model.running)))
-        del self.model.running[call]
+        call = data.draw(st.sampled_from(sorted(self.running)))
+        del self.running[call]
         self.session.lose(call)
 
     @invariant()
     def every_answer_is_trained_once_after_its_own_prompt(self):
-        known = [*self.model.kept, *self.model.doubtful.values()]
+        known = [*self.kept, *self.doubtful.values()]
         wanted = sorted(token for one in known for token in one.answer)
         sequences = self.session.sequences()
         assert sorted(token for one in sequences for token in one.token_ids[one.loss_mask].tolist()) == wanted

@@ -20,7 +20,7 @@ from async_rl.launch.checks.rewards import check_code
 from async_rl.records import Lease
 from tests.extensions.agents.stand_in_verifiers import write_python
 from tests.extensions.agents.test_agent_rollouts import world
-from tests.extensions.agents.world import World
+from tests.extensions.agents.world import World, failure_of, rollout_of
 from tests.generator.leases import make_lease
 
 NAME = "verifiers:words"
@@ -77,31 +77,18 @@ def test_the_rows_of_a_taskset_are_training_data(tmp_path: Path, part: str, word
 
 
 @pytest.mark.parametrize(
-    ("extra", "said"),
+    ("source", "extra", "said"),
     [
-        ({"taskset": {"endless": True}}, r"expected a last row for the endless taskset words"),
-        ({"taskset": {"broken": "no such game"}}, r"ValueError: no such game"),
-        ({"agent": {"retries": 2}}, r"expected no retries"),
-        ({"user": {}}, r"expected one agent that asks the policy, got \['agent', 'user'\]"),
+        (NAME, {"taskset": {"endless": True}}, r"expected a last row for the endless taskset words"),
+        (NAME, {"taskset": {"broken": "no such game"}}, r"ValueError: no such game"),
+        (NAME, {"agent": {"retries": 2}}, r"expected no retries"),
+        (NAME, {"user": {}}, r"expected one agent that asks the policy, got \['agent', 'user'\]"),
+        ("verifiers:others[:2]", {}, r"verifiers:others\[:2\]: .* environment.name = 'verifiers:words'"),
     ],
 )
-def test_a_taskset_without_rows_is_refused_with_its_words(tmp_path: Path, extra: dict[str, Any], said: str):
+def test_a_taskset_without_rows_for_this_run_is_refused(tmp_path: Path, source: str, extra: dict[str, Any], said: str):
     with pytest.raises(DataError, match=said):
-        load_rows_of(config_of(tmp_path, extra), NAME)
-
-
-def test_rows_of_another_taskset_than_the_environments_are_refused(tmp_path: Path):
-    with pytest.raises(DataError, match=r"verifiers:others\[:2\]: .* environment.name = 'verifiers:words'"):
-        load_rows_of(config_of(tmp_path), "verifiers:others[:2]")
-
-
-def test_a_taskset_that_does_not_load_stops_the_generator_with_its_words(tmp_path: Path):
-    python, extra = write_python(tmp_path / "other"), {"taskset": {"broken": "no such game"}}
-    with (
-        pytest.raises(ConfigError, match="verifiers can't load the taskset words: ValueError: no such game"),
-        world(tmp_path, "", name=NAME, python=python, extra=extra),
-    ):
-        pass
+        load_rows_of(config_of(tmp_path, extra), source)
 
 
 def test_the_python_and_the_taskset_must_be_allowed_together(tmp_path: Path):
@@ -112,44 +99,32 @@ def test_the_python_and_the_taskset_must_be_allowed_together(tmp_path: Path):
 
 def test_one_process_plays_all_rollouts_and_says_their_rewards_and_metrics(tmp_path: Path):
     with tasksets(tmp_path) as run:
-        first, second = run.play(run.lease("one")), run.play(run.lease("two"))
+        played = [run.play(run.lease(word)) for word in ("one", "two")]
         assert run.played.rollouts.counters()["agent/continued"] == 2
         assert run.played.pool.counts["started"] == 1
-        assert len(run.notes) == 2
-        assert len(set(run.notes)) == 1
-    for graded in (first, second):
-        assert graded.rollout is not None
-        assert graded.failure is None
-        assert (graded.rollout.reward, graded.rollout.accuracy) == (0.25, 0.25)
-        assert graded.rollout.metrics == {"right": 0.5, "length": 3.0, "turns": 2.0}
+        assert (len(run.notes), len(set(run.notes))) == (2, 1)
+    for rollout in map(rollout_of, played):
+        assert (rollout.reward, rollout.accuracy) == (0.25, 0.25)
+        assert rollout.metrics == {"right": 0.5, "length": 3.0, "turns": 2.0}
 
 
 @pytest.mark.parametrize(
-    ("word", "kind", "said", "is_transient"),
+    ("word", "kind", "said"),
     [
-        ("TaskError", "TaskError", "TaskError: it broke", False),
-        ("SandboxError", "SandboxError", "SandboxError: it broke", True),
-        ("raises", "KeyError", "KeyError: 'task'", False),
-        ("twice", "traces", "expected one trace of the policy, got 2", False),
+        ("TaskError", "TaskError", "TaskError: it broke"),
+        ("SandboxError", "SandboxError", "SandboxError: it broke"),
+        ("raises", "KeyError", "KeyError: 'task'"),
+        ("twice", "traces", "expected one trace of the policy, got 2"),
+        ("other version", "", "another version of it"),
     ],
 )
-def test_an_error_of_verifiers_is_counted_by_its_class(
-    tmp_path: Path, word: str, kind: str, said: str, is_transient: bool
-):
+def test_an_error_of_verifiers_is_counted_by_its_class(tmp_path: Path, word: str, kind: str, said: str):
     with tasksets(tmp_path) as run:
-        graded = run.play(run.lease(word))
-        assert run.played.rollouts.counters()[f"agent/failed_{kind}"] == 1
-    assert graded.failure is not None
-    assert said in graded.failure.detail
-    assert graded.failure.is_transient == is_transient
-
-
-def test_a_row_of_another_version_of_the_taskset_is_refused(tmp_path: Path):
-    with tasksets(tmp_path) as run:
-        graded = run.play(run.lease("one", digest="0" * 64))
-        assert run.notes == []
-    assert graded.failure is not None
-    assert "another version of it" in graded.failure.detail
+        failure = failure_of(run.play(run.lease(word, digest="" if kind else "0" * 64)))
+        assert run.played.rollouts.counters().get(f"agent/failed_{kind}") == (1 if kind else None)
+        assert bool(run.notes) == bool(kind)  # nothing of another version is played
+    assert said in failure.detail
+    assert failure.is_transient == (kind == "SandboxError")
 
 
 def test_a_process_of_verifiers_that_dies_is_started_again(tmp_path: Path):

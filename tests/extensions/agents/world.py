@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from async_rl.config.generator import EnvironmentConfig
 from async_rl.environments.pool import EnvironmentPool
@@ -16,36 +16,59 @@ from async_rl.extensions.agents.programs.pool import code_pool, program_pool
 from async_rl.extensions.agents.rollouts import AgentRollouts, Engine
 from async_rl.generator.backend import Sampled
 from async_rl.generator.rollouts import Graded
+from async_rl.queue.messages import Failure
+from async_rl.records import Rollout
 from async_rl.rewards.records import RewardInput, RewardOutput
 from tests.generator.leases import make_lease
 from tests.generator.scripted import CharacterText, InlineGrader
 
 DEADLINE_S = 60.0
-HEAD = '''
-import asyncio, json, os, time, urllib.error, urllib.request
+CLIENT = """
+import asyncio, json, os, sys, time, urllib.error, urllib.request
 
 
-def post(task, token_ids, **params):
-    """The status, and the answer or the error."""
-    body = json.dumps({"token_ids": token_ids, "sampling_params": params}).encode()
-    url = task.base_url.removesuffix("/v1") + "/inference/v1/generate"
-    request = urllib.request.Request(url, body)
+def post(url, body, key=""):
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Authorization": f"Bearer {key}"})
     try:
         with urllib.request.urlopen(request, timeout=60) as reply:
-            return 200, json.load(reply)["choices"][0]
+            return reply.status, json.load(reply)
     except urllib.error.HTTPError as error:
-        return error.code, json.load(error)["error"]
+        return error.code, json.load(error)
 
 
+def generate(url, token_ids, params):
+    body = {"token_ids": token_ids, "sampling_params": params}
+    return post(url.removesuffix("/v1") + "/inference/v1/generate", body)
+"""
+HEAD = f"""{CLIENT}
 async def ask(task, token_ids, **params):
-    return await asyncio.to_thread(post, task, token_ids, **params)
+    status, found = await asyncio.to_thread(generate, task.base_url, token_ids, params)
+    return status, found["choices"][0] if status == 200 else found["error"]
 
 
 def note(line):
     with open(os.path.join(os.path.dirname(__file__), "said"), "a") as file:
-        file.write(f"{line}\\n")
+        print(line, file=file)
 
-'''
+"""
+PROGRAM = f"""{CLIENT}
+def ask(ids, base=os.environ.get("OPENAI_BASE_URL", "")):
+    return generate(base, ids, {{}})
+
+given = json.loads(sys.stdin.readline())
+task = json.load(open(os.environ["ASYNC_RL_TASK"]))
+"""
+"""What a program needs that is an agent: ``given`` it on its standard input, and its ``task``."""
+
+
+def rollout_of(graded: Graded) -> Rollout:
+    assert graded.rollout is not None, graded.failure
+    return graded.rollout
+
+
+def failure_of(graded: Graded) -> Failure:
+    assert graded.failure is not None
+    return graded.failure
 
 
 class Steps(Engine, Protocol):
@@ -88,6 +111,10 @@ class Turns(Generic[EngineT]):
     def told(self) -> object:
         """What a test that waits in vain shows."""
         return self.rollouts.trouble
+
+    def submit(self, *, group_size: int = 1, max_new_tokens: int = 20, **lease: Any) -> None:
+        submitted = make_lease(group_size=group_size, max_new_tokens=max_new_tokens, **lease)
+        self.rollouts.submit(submitted, self.rollouts.encode(submitted))
 
     def turn(self) -> None:
         self.rollouts.take(self.backend.step())
@@ -135,11 +162,7 @@ class World(Turns[EngineT]):
     def told(self) -> object:
         return self.notes
 
-    def submit(self, *, group_size: int = 1, **lease: object) -> None:
-        submitted = make_lease(group_size=group_size, **lease)  # type: ignore[arg-type]
-        self.rollouts.submit(submitted, self.rollouts.encode(submitted))
-
-    def play(self, *, group_size: int = 1, **lease: object) -> list[Graded]:
+    def play(self, *, group_size: int = 1, **lease: Any) -> list[Graded]:
         self.submit(group_size=group_size, **lease)
         self.until(lambda: len(self.done) == group_size or (self.done and self.done[0].rollout is None))
         return sorted(self.done, key=lambda graded: graded.index)
