@@ -159,8 +159,9 @@ def test_a_program_takes_a_session_calls_and_finishes(address: str, ends: Any, p
             status, answer = played.answer(generate(proxy.url, [1, 2], **given))
             assert (status, len(answer["choices"][0]["token_ids"])) == (200, 5)
         finish = session["finish_url"].removeprefix(proxy.url)
-        status, answer = played.answer(Request(proxy.url, finish, {"reward": 9.0}, key=session["api_key"]))
-        assert (status, answer["error"]["code"]) == (401, "wrong_finish_key")
+        for end in ({"reward": 9.0}, ends):
+            status, answer = played.answer(Request(proxy.url, finish, end, key=session["api_key"]))
+            assert (status, answer["error"]["code"]) == (401, "wrong_finish_key")
         assert played.answer(Request(proxy.url, finish, ends, key=session["finish_key"]))[0] == 200
         played.until(lambda: played.done)
         assert played.answer(generate(proxy.url, [1, 2], path=path))[0] == 410

@@ -56,7 +56,7 @@ def test_a_call_that_goes_on_from_an_answer_keeps_the_sampled_tokens_in_one_sequ
         ([((1,), (7,)), ((1, 7, 3), (8,)), ((1, 7, 4), (9,))], "branched", [[1, 7, 3, 8], [1, 7, 4, 9]], 3),
         ([((1, 2), (7,)), ((1, 2), (8,))], "branched", [[1, 2, 7], [1, 2, 8]], 2),
         # A call goes on from the longest sequence that it repeats.
-        ([((1,), (7,)), ((1, 7), (6,)), ((1, 7, 6), (5,))], "continued", [[1, 7, 6, 5]], 3),
+        ([((1,), (7,)), ((1,), (7, 8)), ((1, 7, 8, 2), (9,))], "continued", [[1, 7], [1, 7, 8, 2, 9]], 4),
     ],
 )
 def test_what_a_call_repeats(calls: list[Any], kind: str, sequences: list[list[int]], num_trained: int):

@@ -184,6 +184,13 @@ def test_a_mirror_that_is_newer_stays_so_until_the_user_gives_up_what_the_run_lo
     assert not [one for one in runs.objects() if kept in one]
 
 
+def test_what_the_user_gives_up_at_once_is_not_kept(tmp_path: Path):
+    run = runs.mirrored_run(tmp_path)
+    went_back(run)
+    assert runs.begun(run, mirror_may_lose=4).sync(is_last=True)
+    assert (runs.manifest_at().latest, runs.manifest_at().kept) == (S2, ())
+
+
 def test_a_fetch_leaves_out_what_is_broken_and_the_run_goes_on_with_the_mirror(tmp_path: Path):
     def lose(step: str) -> None:
         Store(runs.URL).remove(name for name in runs.objects() if step in name and name.endswith("extra.msgpack"))
