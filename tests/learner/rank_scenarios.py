@@ -154,11 +154,6 @@ def padded_config(directory: Path, sections: dict[str, Any]) -> Config:
     return tiny_config(directory, "model", **(PLAIN | sections | {"learner": learner}))
 
 
-def padded(directory: Path) -> None:
-    """``sharded`` for a model that is chosen to be padded."""
-    assert one_step(directory).policy.model.packing == "padded"
-
-
 def sharded(directory: Path) -> None:
     """One step of any model: its statistics, its checkpoint, and what the learner then publishes."""
     one_step(directory)
@@ -410,13 +405,6 @@ def loading(directory: Path) -> None:
     ranks.close()
 
 
-ADAPTED: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "gathered": {"learner": {"max_tokens": 64, "reshard": "none"}},
-    "recomputed": {"learner": {"max_tokens": 64}, "model": {"gradient_checkpointing": "full"}},
-    "bfloat16": {"model": {"dtype": "bfloat16"}},
-    "4 bits": {"lora": {"base_bits": 4}, "model": {"gradient_checkpointing": "full"}},
-}
 LORA = {"rank": 4, "alpha": 8.0}
 
 
@@ -425,28 +413,6 @@ def adapted_config(directory: Path, variant: dict[str, Any]) -> Config:
     loss = {"preset": "grpo", "kl_coef": 0.1}
     lora = LORA | variant.get("lora", {})
     return tiny_config(directory, "model", **{"loss": loss, "optimizer": {"lr": 1e-2}} | variant | {"lora": lora})
-
-
-def adapted(directory: Path) -> None:
-    """For every variant two steps of adapters, the second on one sequence alone; weights, scores and a checkpoint."""
-    ranks = init_ranks(adapted_config(directory, {}))
-    for name, variant in ADAPTED.items():
-        engine = FsdpEngine(adapted_config(directory, variant), ranks)
-        if not leads(engine):
-            continue
-        train_adapters(engine, directory / f"ranks_{ranks.world_size}" / name)
-        stop_following(engine)
-    ranks.close()
-
-
-def train_adapters(engine: Any, target: Path) -> None:
-    """Two steps, saved between; merged weights and the reference's scores after them into ``target``."""
-    engine.update(with_reference(engine, batch_for(0)), version=0)
-    save(engine, target / "first", 1)
-    engine.update(with_reference(engine, batch_for(1)[:1]), version=1)
-    np.savez(target / "weights.npz", **{n: t.float().numpy() for n, t in engine.gather()})
-    np.savez(target / "reference.npz", **by_name(engine.score(batch_for(0), of="reference")))
-    np.savez(target / "policy.npz", **by_name(engine.score(batch_for(0), of="policy")))
 
 
 def with_reference(engine: Any, sequences: list[TrainSequence]) -> list[TrainSequence]:
@@ -560,27 +526,10 @@ def group_with_a_silent_rank(directory: Path) -> None:
         ranks.barrier()
 
 
-def supervised(directory: Path) -> None:
-    from async_rl.config.loading import load_config
-    from async_rl.extensions.offline.tasks import train
-
-    train("sft", load_config(directory / "sft.toml"))
-
-
 def offline(directory: Path) -> None:
     from tests.extensions.offline.offline_run import start
 
     start(directory)
-
-
-def reward_model(directory: Path) -> None:
-    """``async-rl rm``; processes stop at the fault points in ``directory / "faults"``."""
-    from async_rl.config.loading import load_config
-    from async_rl.extensions.offline.tasks import train
-    from async_rl.process import fault_points
-
-    fault_points._directory = str(directory / "faults")
-    train("rm", load_config(directory / "rm.toml"))
 
 
 RESHARDED: dict[str, dict[str, Any]] = {"all weights": {}, "adapters": {"lora": LORA}}

@@ -165,9 +165,6 @@ def all_trained(groups: int = 2, rollouts: int = 2, tokens: int = 3) -> TrainedC
     return TrainedCounts(True, groups * rollouts, {}, groups * rollouts * tokens, {})
 
 
-SKIPPED = TrainedCounts(False, 0)
-
-
 def ack(
     state: QueueState, facts: TrainedCounts | None = None, *, snapshot: bool = False, now: float = 0.0,
     announced: bool = True,

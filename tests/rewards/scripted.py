@@ -6,12 +6,8 @@ from contextlib import closing
 
 import numpy as np
 
-from async_rl.config.loss import LossConfig
 from async_rl.generator.backend import Sampled
 from async_rl.generator.rollouts import Graded, ThreadGrader
-from async_rl.learner.data.batch import prepare_batch
-from async_rl.learner.losses.advantages import with_advantages
-from async_rl.queue.messages import TakenGroup
 from async_rl.records import Group, Lease, Prompt, Rollout, Sampling
 from async_rl.rewards.records import Reward
 
@@ -36,14 +32,3 @@ def sampled_group(reward: Reward, prompt: Prompt, texts: list[str]) -> Group:
         rollouts[one.index] = one.rollout
     ordered = tuple(rollouts[index] for index in range(len(texts)))
     return Group("lease", "train", prompt.position, "generator", "lineage", 1.0, ordered)
-
-
-def signs_of_advantages(group: Group, prompt: Prompt) -> list[int]:
-    """Of each rollout's sampled tokens, in the learner's batch of this one group."""
-    taken = TakenGroup(group, prompt, 0.0, 5)
-    prepared = prepare_batch([taken], mask_truncated=True, num_updates=1, known_weights=lambda _: True)
-    trained = with_advantages(prepared, LossConfig())
-    advantages = [0.0] * len(group.rollouts)
-    for sequence in trained.mini_batches[0]:
-        advantages[trained.rollout_of[sequence.sequence_id]] = float(sequence.advantages[sequence.loss_mask][0])
-    return np.sign(advantages).astype(int).tolist()
