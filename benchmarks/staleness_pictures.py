@@ -24,36 +24,45 @@ def draw_all(questions: Sequence[Question], rows: Mapping[Cell, Row], directory:
     seed; the stroke is their mean, and the dotted line that of the first arm.
     """
     drawn: list[Path] = []
-    for _, same in groupby(questions, key=lambda question: question.title):
+    for _, titled in groupby(questions, key=lambda question: question.title):
+        same = list(titled)
+        name = same[0].name
         panels = [
-            (question, task, rate)
+            (task, rate, arms)
             for question in same
             for task, rate in product(question.tasks, question.rates)
-            if len({c.arm for c in question.cells() if c in rows and (c.task, c.rate) == (task, rate)}) > 1
+            if len(arms := _found(question, task, rate, rows)) > 1
         ]
         if panels:
-            heights = [len(question.arms) for question, _, _ in panels]
+            heights = [len(arms) for _, _, arms in panels]
             figure = Figure(figsize=(7, 0.6 * len(panels) + 0.24 * sum(heights)), layout="constrained")
             axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
             for ax, panel in zip(axes, panels, strict=True):
-                _draw_panel(ax, *panel, rows)
+                _draw_panel(ax, *panel)
             axes[-1].set_xlabel("accuracy on held-out rows at the end")
-            drawn.append(directory / f"staleness_{panels[0][0].name.partition('-')[0]}.png")
+            drawn.append(directory / f"staleness_{name.partition('-')[0]}.png")
             figure.savefig(drawn[-1], dpi=110)
     return drawn
 
 
-def _draw_panel(ax: Axes, question: Question, task: str, rate: float, rows: Mapping[Cell, Row]) -> None:
-    for place, arm in enumerate(question.arms):
-        found = {s: rows[cell] for s in range(question.seeds) if (cell := Cell(task, arm, rate, s)) in rows}
-        for seed, row in found.items():
-            ax.plot(row["accuracy"], place, _MARKERS[seed], color="0.25", markerfacecolor="none", markersize=6)
-        if found:
-            center = mean(row["accuracy"] for row in found.values())
-            ax.plot([center, center], [place - 0.35, place + 0.35], color="black", linewidth=2)
-            if place == 0:
-                ax.axvline(center, color="0.5", linestyle=":", linewidth=1)
-    ax.set_yticks(range(len(question.arms)), question.arms, fontsize=8)
-    ax.set_ylim(len(question.arms) - 0.4, -0.6)
+def _found(question: Question, task: str, rate: float, rows: Mapping[Cell, Row]) -> dict[str, dict[int, float]]:
+    """The accuracy of each seed of each arm that has a run, in the order of the arms."""
+    found: dict[str, dict[int, float]] = {}
+    for arm, seed in product(question.arms, range(question.seeds)):
+        if (cell := Cell(task, arm, rate, seed)) in rows:
+            found.setdefault(arm, {})[seed] = rows[cell]["accuracy"]
+    return found
+
+
+def _draw_panel(ax: Axes, task: str, rate: float, arms: Mapping[str, Mapping[int, float]]) -> None:
+    for place, accuracies in enumerate(arms.values()):
+        for seed, accuracy in accuracies.items():
+            ax.plot(accuracy, place, _MARKERS[seed], color="0.25", markerfacecolor="none", markersize=6)
+        center = mean(accuracies.values())
+        ax.plot([center, center], [place - 0.35, place + 0.35], color="black", linewidth=2)
+        if place == 0:
+            ax.axvline(center, color="0.5", linestyle=":", linewidth=1)
+    ax.set_yticks(range(len(arms)), list(arms), fontsize=8)
+    ax.set_ylim(len(arms) - 0.4, -0.6)
     ax.set_title(f"{task}, {rate:g} times the config's learning rate", fontsize=9, loc="left")
     ax.grid(axis="x", color="0.9")
