@@ -25,6 +25,10 @@ def test_a_change_concerns_the_suites_that_may_fail_by_it(changed: str, suites: 
     assert touched([changed]) == suites
 
 
+def test_a_module_of_an_extension_concerns_another_one_that_imports_it():
+    assert touched(["async_rl/extensions/insight/comparison/summary.py"]) >= {"insight", "quickstart"}
+
+
 def test_a_module_of_the_core_concerns_whoever_imports_it():
     assert touched(["async_rl/config/loading.py"]) == ALL
     assert "agents" in touched(["async_rl/environments/pool.py", "async_rl/generator/environment_rollouts.py"]) != ALL

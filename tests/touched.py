@@ -52,7 +52,7 @@ def touched(changed: Iterable[str]) -> set[str]:
         using = [name for name in EXTENSIONS if path in _needs(name)]
         of_the_core = path.startswith("tests/") and path.endswith(".py") and not path.endswith("conftest.py")
         nobody = path.endswith(".md") or path.startswith(SILENT) or of_the_core
-        found.update(own or using or (() if nobody else EXTENSIONS))
+        found.update([*own, *using] or (() if nobody else EXTENSIONS))
     return found
 
 
