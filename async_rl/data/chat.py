@@ -293,17 +293,45 @@ def model_directory(path: str | Path, *, weights: bool = False) -> Path:
         return local
     if local.is_absolute() or str(path).startswith(".") or str(path).count("/") > 1:
         raise ModelError(f"model.path: expected a model directory, but there is no directory {path}; correct the path")
+    return _fetched(str(path), weights)
+
+
+@lru_cache
+def _fetched(name: str, weights: bool) -> Path:
+    """Fetch the model ``name``. The hub is asked once by a process, which then means the same revision throughout."""
     from huggingface_hub import snapshot_download
 
     patterns = [*_MODEL_FILES, *_TOKENIZER_FILES, *(["*.safetensors", "*.safetensors.index.json"] if weights else [])]
     try:
-        return Path(snapshot_download(str(path), allow_patterns=patterns))
-    except Exception as error:  # offline, no such repository, no permission: the caller treats all alike
-        raise ModelError(
-            f"model.path: {path!r} is neither a directory nor a model that can be fetched from the hub "
-            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}); correct the name, or "
-            f"download the model and set its directory"
-        ) from error
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except Exception as error:
+        raise _not_fetched(name, error) from error
+
+
+def _not_fetched(name: str, error: Exception) -> ModelError:
+    """Offline, no such repository, no permission: the caller treats all alike."""
+    return ModelError(
+        f"model.path: {name!r} is neither a directory nor a model that can be fetched from the hub "
+        f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}); correct the name, or "
+        f"download the model and set its directory"
+    )
+
+
+def file_names(path: str | Path) -> list[str]:
+    """Return the names of a model's files, at ``path`` as in ``model_directory``, with those that were not fetched.
+
+    Raises:
+        ModelError: as ``model_directory``; or the weights were not fetched, and the hub does not answer.
+    """
+    here = [file.name for file in model_directory(path).iterdir()]
+    if Path(path).is_dir() or any(name.endswith(".safetensors") for name in here):
+        return here
+    from huggingface_hub import HfApi
+
+    try:
+        return HfApi().list_repo_files(str(path))
+    except Exception as error:
+        raise _not_fetched(str(path), error) from error
 
 
 def model_files(path: str | Path) -> dict[str, bytes]:

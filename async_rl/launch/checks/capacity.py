@@ -17,11 +17,13 @@ from typing import Self
 
 from async_rl.config.config import Config
 from async_rl.config.generator import AUTO, FALLBACK, has_model
+from async_rl.data.chat import model_directory
 from async_rl.errors import ModelError
 from async_rl.generator.vllm.adapter import workers_receive
 from async_rl.launch.checks.finding import Finding
+from async_rl.launch.checks.learner_memory import shape_of
 from async_rl.launch.checks.placement import VISIBLE, visible_devices
-from async_rl.learner.memory_plan import compute_bytes, num_sampling_copies, state_bytes
+from async_rl.learner.memory_plan import UnknownShapeError, compute_bytes, num_sampling_copies, state_bytes
 from async_rl.output import size_text
 from async_rl.process.cgroup import available_memory, limit_text
 from async_rl.queue.server.start import journal_directory
@@ -107,20 +109,22 @@ def _of_critic(config: Config, measure: Callable[[Config], int]) -> int:
 
 
 def num_parameters(path: str) -> int:
-    """Return a model's number of parameters, from the headers of its safetensors files.
-
-    Return 0 if ``path`` is no directory on this machine.
+    """Return a model's number of parameters, from the headers of its safetensors files. Of a model of the hub whose
+    weights are not here yet: from its config. 0 if they do not say it.
 
     Raises:
-        ModelError: a file is damaged.
+        ModelError: there is no model at ``path`` (see ``data.chat.model_directory``), or a file is damaged.
     """
     from safetensors import safe_open
 
-    directory = Path(path)
-    if not directory.is_dir():
-        return 0
-    number = 0
-    for file_path in _weights_files(directory):
+    directory, number = model_directory(path), 0
+    files = _weights_files(directory)
+    if not all(file.exists() for file in files) or not files:
+        try:
+            return shape_of(directory).num_parameters
+        except UnknownShapeError:
+            return 0
+    for file_path in files:
         try:
             with safe_open(file_path, framework="numpy") as file:
                 number += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118

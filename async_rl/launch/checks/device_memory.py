@@ -10,7 +10,6 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from async_rl.config.config import Config
 from async_rl.config.generator import BACKENDS, has_model
@@ -29,6 +28,8 @@ ASLEEP_BYTES = 2 << 30
 graphs, which it keeps, too."""
 _SURE = 0.85
 """The part of the learner's predicted peak without which it does not run: the prediction's error is below 15 %."""
+
+_WATCH = "look at memory/peak_bytes in the first steps, and lower learner.max_tokens if the room is small"
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,14 +135,14 @@ class _Device:
         parts, unknown = self._parts(processes, is_training=is_training)
         most, least = sum(part.most for part in parts), sum(part.least for part in parts)
         if not parts:
-            return Finding(check, "OK", f"not predicted: {'; '.join(unknown)}")
+            return Finding(check, "WARN", f"not predicted: {'; '.join(unknown)}", _WATCH)
         who = f"the {parts[0].name} takes" if len(parts) == 1 else "processes take"
         text = f"on {self.name} {who} about {size_text(int(most))} of {size_text(int(self.size))}: "
         texts = [parts[0].text] if len(parts) == 1 else list(map(str, parts))
         text += ", ".join([*texts, *(f"{text}, and is not counted" for text in unknown)])
         too_small = [p for p in parts if p.key and p.weights >= p.most - ASLEEP_BYTES]
         if most <= self.size and not too_small:
-            return Finding(check, "OK", text)
+            return Finding(check, "WARN", text, _WATCH) if unknown else Finding(check, "OK", text)
         state = "FAIL" if least > self.size or too_small else "WARN"
         return Finding(check, state, text, self._fix(parts, is_training=is_training))
 
@@ -167,20 +168,20 @@ class _Device:
                 copies = (1 + workers_receive(config, device=self.kind)) / config.generator.tensor_parallel_size
                 yield self._of_vllm(process, "generator.memory_fraction", config.generator.memory_fraction, copies)
             elif name in BACKENDS and has_model(name):
-                shape, size = shape_of(Path(config.model.path)), compute_bytes(config, self.kind)
+                shape, size = shape_of(config.model.path), compute_bytes(config, self.kind)
                 yield _of_engine(process, shape.num_parameters * size, _cache_bytes(shape, config, size), "its cache")
         else:
             scorer = config.scorer[process.removeprefix("scorer.")]
             if scorer.backend == "vllm":
                 yield self._of_vllm(process, f"{process}.memory_fraction", scorer.memory_fraction, 1, scorer.model)
             else:
-                shape, size = shape_of(Path(scorer.model)), 4 if scorer.dtype == "float32" else 2
+                shape, size = shape_of(scorer.model), 4 if scorer.dtype == "float32" else 2
                 # One layer's activations at a time.
                 widths = 4 * shape.width + shape.queries + 2 * shape.keys + 3 * shape.mlp
                 yield _of_engine(process, shape.num_parameters * size, scorer.max_tokens * size * widths, "a batch")
 
     def _plan(self) -> tuple[ModelShape, MemoryPlan]:
-        config, shape = self.config, shape_of(Path(self.config.model.path))
+        config, shape = self.config, shape_of(self.config.model.path)
         layout = Layout.of(config.parallel, self.num_ranks)
         return shape, plan_memory(shape, config, layout, device=self.kind, has_reference=config.has_reference_model)
 
@@ -207,7 +208,7 @@ class _Device:
         share = fraction * self.size
         taken = share + ASLEEP_BYTES  # vLLM does not start if its share is not free beside its context
         try:
-            number = shape_of(Path(model or self.config.model.path)).num_parameters
+            number = shape_of(model or self.config.model.path).num_parameters
         except UnknownShapeError:  # its share is known
             number = 0
         weights = copies * number * compute_bytes(self.config, self.kind)

@@ -1,6 +1,6 @@
 """With which settings the learner fits the memory of its devices. Called by ``device_memory`` and ``scaling``.
 
-The prediction is that of ``learner.memory_plan``, for config files of models that are on this machine.
+The prediction is that of ``learner.memory_plan``, from the config files of models.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 from async_rl.config.config import Config
 from async_rl.config.parallel import Layout
+from async_rl.data.chat import model_directory
 from async_rl.learner.memory_plan import MemoryPlan, ModelShape, UnknownShapeError, plan_memory
 
 RESERVED_BYTES = 2 << 30
@@ -120,12 +121,14 @@ def _with(config: Config, changes: dict[str, Any]) -> Config:
     return config
 
 
-def shape_of(directory: Path) -> ModelShape:
-    """Return the shape of the model in ``directory``.
+def shape_of(path: str | Path) -> ModelShape:
+    """Return the shape of the model at ``path``, a directory or a hub id.
 
     Raises:
+        ModelError: there is no model at ``path`` (see ``data.chat.model_directory``).
         UnknownShapeError: it can't be read there.
     """
+    directory = model_directory(path)
     try:
         return ModelShape.of(json.loads((directory / "config.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:

@@ -12,6 +12,7 @@ from async_rl.data.chat import (
     check_causal_lm,
     check_model,
     check_precision,
+    file_names,
     load_tokenizer,
     model_directory,
     vocabulary_size,
@@ -25,7 +26,8 @@ from async_rl.launch.checks.finding import Finding
 
 
 def check_policy(config: Config) -> Iterator[Finding]:
-    """Check that there is a causal language model that can be trained at ``model.path``.
+    """Check that there is a causal language model that can be trained at ``model.path``. Of a model of the hub the
+    weights are not fetched.
 
     Raises:
         ModelError: there is none, it can't be trained at this precision, or its weights are in no safetensors files.
@@ -33,10 +35,10 @@ def check_policy(config: Config) -> Iterator[Finding]:
     directory = model_directory(config.model.path)
     check_precision(directory, config.model.dtype)
     check_causal_lm(directory)
-    if not any(directory.glob("*.safetensors")):
+    if not any(name.endswith(".safetensors") for name in file_names(config.model.path)):
         raise ModelError(
-            f"model.path: expected *.safetensors in {directory}, got none; save the model there with save_pretrained, "
-            f"in the safetensors format"
+            f"model.path: expected *.safetensors in {config.model.path}, got none; save the model there with "
+            f"save_pretrained, in the safetensors format"
         )
     yield Finding("model", "OK", f"{directory}, vocabulary of {vocabulary_size(directory)}")
 

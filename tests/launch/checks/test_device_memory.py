@@ -52,7 +52,7 @@ def qwen(root: Path, **sections: Any) -> Config:
 
 
 def learner_bytes(config: Config) -> float:
-    return needed_bytes(plan_memory(shape_of(Path(config.model.path)), config, Layout()), "cuda")
+    return needed_bytes(plan_memory(shape_of(config.model.path), config, Layout()), "cuda")
 
 
 def room_of(config: Config, *, is_alone: bool = False) -> Finding:
@@ -207,9 +207,12 @@ def test_no_share_is_proposed_that_is_too_small_for_the_model(root: Path, gpus: 
 
 
 def test_what_is_not_known_is_said(root: Path, gpus: list[float]):
-    away = tiny_config(root, "nowhere", generator={"backend": "vllm"})
+    (root / "odd").mkdir()
+    (root / "odd" / "config.json").write_text('{"model_type": "odd"}')
+    odd = tiny_config(root, "odd", generator={"backend": "vllm"})
     gpus.append(80 * GIB)
-    room = room_of(away)
-    assert (room.state, "the generator takes about 66 GiB" in room.found) == ("OK", True)
-    assert "of learner can't read" in room.found
-    assert "not predicted" in room_of(away, is_alone=True).found
+    room = room_of(odd)
+    assert (room.state, "the generator takes about 66 GiB" in room.found) == ("WARN", True)
+    assert "config.json has no hidden_size" in room.found
+    alone = room_of(odd, is_alone=True)
+    assert (alone.state, alone.found[:13]) == ("WARN", "not predicted")
