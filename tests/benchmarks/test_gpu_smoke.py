@@ -10,16 +10,19 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from async_rl.learner.engine.passes import Passes
 from async_rl.learner.model import attention
+from async_rl.run.records.token_columns import TokenTable, write_token_columns
 from async_rl.weights import staging
 from benchmarks.gpu_smoke import __main__ as program
 from benchmarks.gpu_smoke import engine, ranks
 from benchmarks.gpu_smoke.case import Case, Machine, NotRunError, Result
 from benchmarks.gpu_smoke.cases import CASES
+from benchmarks.gpu_smoke.runs import mismatch_of
 
 
 def result_of(name: str, directory: Path) -> dict[str, Any]:
@@ -217,3 +220,17 @@ def test_a_case_passes_on_this_machine(tmp_path: Path, name: str):
     if result["outcome"] == "not run":
         pytest.skip(str(result["detail"]))
     assert result["outcome"] == "passed", Result(**result)  # pyright: ignore[reportArgumentType]
+
+
+def test_engine_and_learner_are_compared_by_answers_that_no_update_met(tmp_path: Path):
+    """Context, then answers of version 3; of 2 and 3; and of 2. The learner has 3."""
+    versions = np.array([-1, 3, 3, -1, 2, 3, -1, 2, 2], np.int32)
+    behavior = np.array([np.nan, -1, -2, np.nan, -1, -2, np.nan, -1, -2], np.float32)
+    logprobs = np.array([np.nan, -1.001, -1.997, np.nan, -3, -4, np.nan, -5, -6], np.float32)
+    numbers = {"token_ids": versions, "versions": versions, "behavior_logprobs": behavior, "logprobs": logprobs}
+    table = TokenTable(
+        {"position": np.arange(3), "index": np.zeros(3), "sequence": np.zeros(3), "learner_version": np.full(3, 3)},
+        np.full(3, 3), numbers | {"entropies": logprobs, "advantages": logprobs}, ["a"] * 9, ["trained"] * 9,
+    )  # fmt: skip
+    write_token_columns(tmp_path / "rollouts" / "step-000001.tokens.parquet", table)
+    assert mismatch_of(tmp_path) == pytest.approx(0.002, abs=1e-6)
