@@ -4,6 +4,7 @@ between two ranks."""
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 import threading
@@ -98,14 +99,39 @@ def num_cuda_devices() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
+_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def _unusable() -> str:
+    """Say why torch can't use the GPUs that are here."""
+    import torch
+
+    built, cpu = torch.version.cuda or torch.version.hip, "set CUDA_VISIBLE_DEVICES= to compute on the CPU"
+    if built is None:
+        return (
+            f"devices: this machine has a GPU, but torch {torch.__version__} is a build for the CPU; install one for "
+            f"CUDA (pip install torch=={torch.__version__.split('+')[0]}), or {cpu}"
+        )
+    found = re.search(r"Module.*?\s(\d+\.[\d.]+)", _DRIVER.read_text()) if _DRIVER.exists() else None
+    driver = found[1] if found else "of unknown version"
+    return (
+        f"devices: this machine has a GPU, but torch {torch.__version__} finds none that its CUDA {built} can use with "
+        f"the driver {driver}; install a driver for CUDA {built.split('.')[0]} (nvidia-smi shows which CUDA a driver "
+        f"has) or a torch for an older CUDA, or {cpu}"
+    )
+
+
 def check_devices(config: Config, *roles: str) -> None:
-    """Check that the CUDA devices in the config exist, and that there is one if ``weights.transport`` needs CUDA.
+    """Check that torch can use this machine's GPUs, that the CUDA devices in the config exist, and that there is one if
+    ``weights.transport`` needs CUDA.
 
     ``roles`` are the config's sections whose key ``devices`` is checked: ``learner``, ``generator``.
 
     Raises:
-        ConfigError: a device does not exist. Without this check the run would go on without the device.
+        ConfigError: a device does not exist or can't be used. Without this check the run would go on without it.
     """
+    if has_gpu() and not num_cuda_devices():
+        raise ConfigError(_unusable())
     named = {f"{role}.devices": getattr(config, role).devices for role in roles}
     named = {key: devices for key, devices in named.items() if devices is not None}
     collective = COLLECTIVES.get(config.weights.transport)  # None for "auto" and "tcp"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from async_rl.errors import ConfigError, ModelError, UserError
+from async_rl.launch.checks import machine
 from async_rl.launch.checks.data import check_lengths
 from async_rl.launch.checks.models import check_critic
 from async_rl.launch.checks.settings import check_division, check_offloading, check_ranks, check_stop_tokens
@@ -50,6 +51,35 @@ def test_experts_that_can_t_be_divided_are_refused_by_the_config_file(tmp_path: 
         config = tiny_config(tmp_path, "", parallel={key: 4})
         with pytest.raises(UserError, match=rf"parallel.{key}: expected a divisor of the experts of a layer, 6, got 4"):
             check_division(config)
+
+
+CLOSED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023"
+OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build  (dvs-builder@U16)"
+
+
+@pytest.mark.parametrize(
+    ("cuda", "driver", "message"),
+    [
+        (None, CLOSED, r"is a build for the CPU; install one for CUDA \(pip install torch==[\d.]+\), or set CUDA_VIS"),
+        ("13.0", CLOSED, r"none that its CUDA 13.0 can use with the driver 535.104.05; install a driver for CUDA 13 "),
+        ("13.0", OPEN, "can use with the driver 570.86.15; "),
+        ("13.0", None, "can use with the driver of unknown version; "),
+    ],
+)
+def test_a_gpu_that_torch_can_t_use_is_refused_with_the_versions_that_do_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cuda: str | None, driver: str | None, message: str
+):
+    monkeypatch.setattr(machine, "has_gpu", lambda: True)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.version.cuda", cuda)
+    monkeypatch.setattr(machine, "_DRIVER", tmp_path / "version")
+    if driver:
+        (tmp_path / "version").write_text(driver)
+    with pytest.raises(ConfigError, match=message):
+        machine.check_devices(tiny_config(Path(), "m"), "learner")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    machine.check_devices(tiny_config(Path(), "m"), "learner")
 
 
 def test_offloading_is_refused_where_the_learner_is_on_the_cpu_anyway(monkeypatch: pytest.MonkeyPatch):
