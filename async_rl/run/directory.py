@@ -25,16 +25,54 @@ _ACCOUNTS: Mapping[str, frozenset[str]] = {
 """Accounts of ``ledger.json``, each with the counts that its readers need."""
 
 
+class _Place:
+    """The path of a file or folder, by its name in the run directory."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run_dir: RunDir, owner: object = None) -> Path:
+        return run_dir.path / self._name
+
+
 @dataclass(frozen=True, slots=True)
 class RunDir:
     """The paths of a run's files. The constructor does not access the disk."""
 
     path: Path
 
-    @property
-    def config(self) -> Path:
-        """Path of ``config.toml``, a copy of the run's config with all defaults and ``--set`` options filled in."""
-        return self.path / "config.toml"
+    config = _Place("config.toml")
+    """A copy of the run's config with all defaults and ``--set`` options filled in."""
+    queue = _Place("queue.json")
+    """The queue server's run id, process id and address."""
+    metrics = _Place("metrics.jsonl")
+    notes = _Place("notes.log")
+    """Lines for the user of ``launch``."""
+    trained = _Place("trained.jsonl")
+    config_changes = _Place("config_changes.jsonl")
+    """Which keys changed at a restart, and after which step."""
+    origin = _Place("origin.json")
+    """From which checkpoint of another run this run was forked."""
+    data = _Place("data")
+    """The folder with the rows that ``async_rl.train`` got from its caller."""
+    ledger = _Place("ledger.json")
+    rollouts = _Place("rollouts")
+    rollout_summaries = _Place("rollouts/summaries.jsonl")
+    """Figures of every rollout, a line for each step."""
+    report = _Place("report.html")
+    """The page that ``async-rl report`` writes."""
+    eval = _Place("eval")
+    checkpoints = _Place("checkpoints")
+    export = _Place("export")
+    logs = _Place("logs")
+    scorers = _Place("scorers")
+    """The folder with a file for each scorer, NAME, that has the digest of its model."""
+    curve = _Place("curve.png")
+    follow = _Place("follow")
+    """The folder of ``async-rl follow``: what each sink of ``log.to`` has, and how the run ended."""
+    finished_marker = _Place("finished.json")
+    lock = _Place("run.lock")
+    """The ``launch`` or ``learner`` that uses the run directory has locked this file."""
 
     @property
     def run_id(self) -> str:
@@ -59,100 +97,10 @@ class RunDir:
         return run_id
 
     @property
-    def queue(self) -> Path:
-        """Path of ``queue.json``, which has the queue server's run id, process id and address."""
-        return self.path / "queue.json"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def notes(self) -> Path:
-        """Path of ``notes.log``, lines for the user of ``launch``."""
-        return self.path / "notes.log"
-
-    @property
-    def trained(self) -> Path:
-        return self.path / "trained.jsonl"
-
-    @property
-    def config_changes(self) -> Path:
-        """Path of ``config_changes.jsonl``: which keys changed at a restart, and after which step."""
-        return self.path / "config_changes.jsonl"
-
-    @property
-    def origin(self) -> Path:
-        """Path of ``origin.json``, which says from which checkpoint of another run this run was forked."""
-        return self.path / "origin.json"
-
-    @property
-    def data(self) -> Path:
-        """Path of the folder with the rows that ``async_rl.train`` got from its caller."""
-        return self.path / "data"
-
-    @property
-    def ledger(self) -> Path:
-        return self.path / "ledger.json"
-
-    @property
-    def rollouts(self) -> Path:
-        return self.path / "rollouts"
-
-    @property
-    def report(self) -> Path:
-        """Path of the page that ``async-rl report`` writes."""
-        return self.path / "report.html"
-
-    @property
-    def rollout_summaries(self) -> Path:
-        """Path of ``rollouts/summaries.jsonl``, which has figures of every rollout, a line for each step."""
-        return self.rollouts / "summaries.jsonl"
-
-    @property
-    def eval(self) -> Path:
-        return self.path / "eval"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
     def latest_checkpoint(self) -> str | None:
         """The name of the newest checkpoint, as ``checkpoints/latest`` gives it; None if that file does not exist."""
         latest = self.checkpoints / "latest"
         return latest.read_text(encoding="utf-8", errors="replace").strip() if latest.is_file() else None
-
-    @property
-    def export(self) -> Path:
-        return self.path / "export"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def scorers(self) -> Path:
-        """Path of the folder with a file for each scorer, NAME, that has the digest of its model."""
-        return self.path / "scorers"
-
-    @property
-    def curve(self) -> Path:
-        return self.path / "curve.png"
-
-    @property
-    def follow(self) -> Path:
-        """Path of the folder of ``async-rl follow``: what each sink of ``log.to`` has, and how the run ended."""
-        return self.path / "follow"
-
-    @property
-    def finished_marker(self) -> Path:
-        return self.path / "finished.json"
-
-    @property
-    def lock(self) -> Path:
-        """Path of ``run.lock``. The ``launch`` or ``learner`` that uses the run directory has locked this file."""
-        return self.path / "run.lock"
 
     @property
     def is_finished(self) -> bool:
