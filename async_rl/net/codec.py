@@ -1,6 +1,6 @@
 """Encode a group of rollouts as a message, and decode it. Only this module defines the wire format of a ``Group``.
 
-``read_as`` and ``field`` convert and check the fields of other messages.
+``read_as`` and ``decode_as`` convert and check the fields of other messages.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from async_rl.errors import WireError
-from async_rl.net.wire import DEFAULT_LIMITS, SAME_VERSION, Limits, Pieces, TypedReader, encode
+from async_rl.net.wire import DEFAULT_LIMITS, SAME_VERSION, Frame, Limits, Pieces, TypedReader, decode, encode
 from async_rl.records import (
     PER_TOKEN,
     TOKEN_COLUMNS,
@@ -39,25 +39,6 @@ _RECORDS = {"sampling_mask": SamplingMask, "teacher": TeacherScores}
 """The classes of records that columns of ``TOKEN_COLUMNS`` belong to, by the field of ``TokenSequence``."""
 
 
-def field(fields: Mapping[str, Any], key: str, kind: type[_T]) -> _T:
-    """Return ``fields[key]`` after a check that its type is ``kind``.
-
-    An int is accepted as a float, but not a bool as an int.
-
-    Raises:
-        WireError: the key is missing, or its value has another type.
-    """
-    value: Any = fields.get(key)
-    if type(value) is kind:
-        return value
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        got = type(value).__name__ if key in fields else "no such field"
-        raise WireError(f"field {key!r} of a message: expected {kind.__name__}, got {got}; {SAME_VERSION}")
-    return value
-
-
 def read_as(plain: Any, kind: type[_T]) -> _T:
     """Convert the plain data of a message to ``kind``: a record (a msgspec ``Struct``) or a container of plain types.
 
@@ -70,6 +51,22 @@ def read_as(plain: Any, kind: type[_T]) -> _T:
         return msgspec.convert(plain, kind)
     except msgspec.ValidationError as error:
         raise WireError(f"malformed {getattr(kind, '__name__', 'data')}: {error}; {SAME_VERSION}") from error
+
+
+def decode_as(frame: Frame, kinds: Sequence[type[_T]], limits: Limits) -> _T:
+    """Return the message in ``frame`` as the one of the records ``kinds`` whose name is the message's type.
+
+    Raises:
+        WireError: the frame is malformed, or none of ``kinds`` fits it.
+    """
+    message = decode(frame, limits)
+    for kind in kinds:
+        if kind.__name__ == message.type:
+            return read_as(message.fields, kind)
+    raise WireError(
+        f"expected a message of type {' or '.join(kind.__name__ for kind in kinds)}, got {message.type!r}; "
+        f"{SAME_VERSION}"
+    )
 
 
 class GroupFields(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):

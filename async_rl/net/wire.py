@@ -193,7 +193,11 @@ def decode(frame: Frame, limits: Limits = DEFAULT_LIMITS) -> Message:
     """
     view = memoryview(frame).toreadonly()
     (_, type_, fields, table, num_parts), start = _header(view, limits)
-    return Message(type_, fields, tuple(_array(view, start, entry) for entry in table), num_parts)
+    try:
+        entries = msgspec.convert(table, list[_ArrayEntry])
+    except msgspec.ValidationError as error:
+        raise WireError(f"malformed message: array entry [dtype, shape, offset]: {error}; {SAME_VERSION}") from error
+    return Message(type_, fields, tuple(_array(view, start, entry) for entry in entries), num_parts)
 
 
 class _ArrayEntry(msgspec.Struct, array_like=True, gc=False):
@@ -239,7 +243,7 @@ class TypedReader(Generic[_F]):
             )
         if len(header.table) > limits.max_arrays:
             raise WireError(f"expected at most {limits.max_arrays} arrays in a message, got {len(header.table)}")
-        return header.fields, tuple([_array_at(view, start, e.dtype, e.shape, e.offset) for e in header.table])
+        return header.fields, tuple([_array(view, start, entry) for entry in header.table])
 
 
 def _raw_header(view: memoryview, limits: Limits) -> tuple[memoryview, int]:
@@ -329,36 +333,18 @@ def _check_plain(fields: dict[Any, Any], max_items: int, max_depth: int) -> None
     raise WireError(f"expected fields nested at most {max_depth} levels deep in a message, got more levels")
 
 
-def _array(view: memoryview, start: int, entry: Any) -> np.ndarray:
-    if type(entry) is not list or len(entry) != 3:
-        raise WireError(f"expected an array entry [dtype, shape, offset] in a message, got {reprlib.repr(entry)}")
-    dtype_name, shape, offset = entry
-    if type(dtype_name) is not str or type(shape) is not list or len(shape) > 4 or type(offset) is not int:
-        raise WireError(f"expected an array entry [dtype, shape, offset] in a message, got {reprlib.repr(entry)}")
-    for length in shape:
-        if type(length) is not int or not 0 <= length < 2**40:
-            raise WireError(
-                f"array of a message: expected a shape of lengths from 0 to 2**40, got {reprlib.repr(shape)}"
-            )
-    if offset < 0 or offset % ALIGNMENT:
-        raise WireError(
-            f"array of a message: expected an offset of 0 or more that is a multiple of {ALIGNMENT}, got {offset}"
-        )
-    return _array_at(view, start, dtype_name, shape, offset)
-
-
-def _array_at(view: memoryview, start: int, dtype_name: str, shape: list[int], offset: int) -> np.ndarray:
-    dtype = _DTYPES.get(dtype_name)
+def _array(view: memoryview, start: int, entry: _ArrayEntry) -> np.ndarray:
+    dtype = _DTYPES.get(entry.dtype)
     if dtype is None:
-        raise WireError(f"array of a message: expected a dtype in {sorted(_DTYPES)}, got {reprlib.repr(dtype_name)}")
-    end = start + offset + math.prod(shape) * dtype.itemsize
+        raise WireError(f"array of a message: expected a dtype in {sorted(_DTYPES)}, got {reprlib.repr(entry.dtype)}")
+    end = start + entry.offset + math.prod(entry.shape) * dtype.itemsize
     if end > len(view):
         raise WireError(
             f"malformed message: expected an array that ends within its {len(view)} bytes, got one that ends at {end}"
         )
     try:
-        return np.ndarray(shape, dtype, view, start + offset)
+        return np.ndarray(entry.shape, dtype, view, start + entry.offset)
     except ValueError as error:  # If one axis is 0, the others may be too large for numpy.
         raise WireError(
-            f"array of a message: expected a shape that numpy supports, got {reprlib.repr(shape)}: {error}"
+            f"array of a message: expected a shape that numpy supports, got {reprlib.repr(entry.shape)}: {error}"
         ) from error

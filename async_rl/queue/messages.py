@@ -343,6 +343,7 @@ class Envelope(msgspec.Struct, frozen=True):
 
     request_id: Name | None = None
     secret: Name = ""
+    wait_s: float = 0.0
 
 
 # Requests of the learner.

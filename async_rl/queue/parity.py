@@ -12,12 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated
 
+import msgspec
 import numpy as np
 
 from async_rl.errors import WireError
-from async_rl.net.codec import field
+from async_rl.net.codec import read_as
 from async_rl.net.wire import SAME_VERSION, Limits, decode, encode
 
 MAX_SEQUENCES = 8
@@ -187,13 +188,28 @@ def looks_masked(engine: np.ndarray, learner: np.ndarray) -> bool:
     return bool((kept >= -tolerance).all()) and (kept.size < delta.size or float(kept.mean()) > 0)
 
 
+class ProbeFields(msgspec.Struct, frozen=True):
+    lineage: str
+    version: int
+    temperature: float
+    scored: list[Annotated[int, msgspec.Meta(gt=0)]]
+    dtype: str
+    limit: float | None
+
+
+class AnswerFields(msgspec.Struct, frozen=True):
+    version: int
+    backend: str
+    dtype: str
+    cause: str
+    excluded: tuple[str, ...]
+
+
 def encode_probe(probe: Probe) -> bytes:
     """Return a probe as bytes, for ``Announcement.probe``."""
-    fields = {
-        "lineage": probe.lineage, "version": probe.version, "temperature": float(probe.temperature),
-        "scored": [given.num_scored for given in probe.sequences], "dtype": probe.dtype, "limit": probe.limit,
-    }  # fmt: skip
-    return bytes(encode("probe", fields, [*(given.token_ids for given in probe.sequences), *probe.logprobs]))
+    scored = [given.num_scored for given in probe.sequences]
+    fields = ProbeFields(probe.lineage, probe.version, probe.temperature, scored, probe.dtype, probe.limit)
+    return encode("probe", fields, [*(given.token_ids for given in probe.sequences), *probe.logprobs])
 
 
 def decode_probe(data: bytes) -> Probe:
@@ -203,7 +219,8 @@ def decode_probe(data: bytes) -> Probe:
         WireError: the data is malformed.
     """
     message = decode(data, _LIMITS)
-    scored, arrays = field(message.fields, "scored", list), message.arrays
+    fields, arrays = read_as(message.fields, ProbeFields), message.arrays
+    scored = fields.scored
     if not scored or len(arrays) != 2 * len(scored):
         raise WireError(
             f"malformed probe: expected {2 * len(scored)} arrays (tokens and logprobs of {len(scored)} sequences, at "
@@ -211,32 +228,22 @@ def decode_probe(data: bytes) -> Probe:
         )
     tokens, logprobs = arrays[: len(scored)], arrays[len(scored) :]
     for ids, values, count in zip(tokens, logprobs, scored, strict=True):
-        fits = type(count) is int and 0 < count == len(values) < len(ids) <= MAX_CONTEXT + MAX_SCORED
+        fits = count == len(values) < len(ids) <= MAX_CONTEXT + MAX_SCORED
         if ids.dtype != np.int32 or values.dtype != np.float32 or not fits:
             raise WireError(
                 f"malformed probe: expected {count} float32 logprobs and more int32 token ids than that, at most "
                 f"{MAX_CONTEXT + MAX_SCORED}; got {len(values)} {values.dtype} logprobs and {len(ids)} {ids.dtype} "
                 f"token ids; {SAME_VERSION}"
             )
-    limit = message.fields.get("limit")
-    return Probe(
-        lineage=field(message.fields, "lineage", str),
-        version=field(message.fields, "version", int),
-        temperature=field(message.fields, "temperature", float),
-        sequences=tuple(ProbeSequence(np.array(ids), count) for ids, count in zip(tokens, scored, strict=True)),
-        logprobs=tuple(np.array(values) for values in logprobs),
-        dtype=field(message.fields, "dtype", str),
-        limit=None if limit is None else field(message.fields, "limit", float),
-    )
+    sequences = tuple(ProbeSequence(np.array(ids), count) for ids, count in zip(tokens, scored, strict=True))
+    values = tuple(map(np.array, logprobs))
+    return Probe(fields.lineage, fields.version, fields.temperature, sequences, values, fields.dtype, fields.limit)
 
 
 def encode_answer(answer: Answer) -> bytes:
     """Return a generator's answer as bytes. The queue keeps the bytes for the learner."""
-    fields = {
-        "version": answer.version, "backend": answer.backend, "dtype": answer.dtype, "cause": answer.cause,
-        "excluded": list(answer.excluded),
-    }  # fmt: skip
-    return bytes(encode("answer", fields, [] if answer.logprobs is None else [answer.logprobs]))
+    fields = AnswerFields(answer.version, answer.backend, answer.dtype, answer.cause, answer.excluded)
+    return encode("answer", fields, [] if answer.logprobs is None else [answer.logprobs])
 
 
 def decode_answer(data: bytes) -> Answer:
@@ -246,22 +253,12 @@ def decode_answer(data: bytes) -> Answer:
         WireError: the data is malformed.
     """
     message = decode(data, _LIMITS)
-    fields: Any = message.fields
-    excluded = field(fields, "excluded", list)
-    if not all(isinstance(text, str) for text in excluded):
-        types = sorted({type(cause).__name__ for cause in excluded})
-        raise WireError(f"malformed answer to a probe: expected excluded causes as str, got {types}; {SAME_VERSION}")
+    fields = read_as(message.fields, AnswerFields)
     if message.arrays and (message.arrays[0].dtype != np.float32 or message.arrays[0].ndim != 1):
         logprobs = message.arrays[0]
         raise WireError(
             f"malformed answer to a probe: expected logprobs as float32 [N], got {logprobs.dtype} "
             f"{list(logprobs.shape)}; {SAME_VERSION}"
         )
-    return Answer(
-        version=field(fields, "version", int),
-        backend=field(fields, "backend", str),
-        dtype=field(fields, "dtype", str),
-        logprobs=np.array(message.arrays[0]) if message.arrays else None,
-        cause=field(fields, "cause", str),
-        excluded=tuple(excluded),
-    )
+    logprobs = np.array(message.arrays[0]) if message.arrays else None
+    return Answer(fields.version, fields.backend, fields.dtype, logprobs, fields.cause, fields.excluded)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import zmq
@@ -27,11 +27,11 @@ import zmq
 from async_rl.errors import AddressError, WeightsError, WireError
 from async_rl.net.address import url_host
 from async_rl.net.caller import Caller
-from async_rl.net.codec import read_as
+from async_rl.net.codec import decode_as
 from async_rl.net.keys import ClientKeys, ServerKeys
 from async_rl.net.service import Peer, Service
 from async_rl.net.wake import Wake
-from async_rl.net.wire import SAME_VERSION, Limits, decode, encode
+from async_rl.net.wire import Limits, encode
 from async_rl.weights.peer_messages import PeerFailed, PeerOffer
 
 HEARTBEAT_S = 1.0
@@ -284,30 +284,12 @@ PublisherMessage = Ping | NotMember | Dropped | PrepareCollective | StartCollect
 TO_PUBLISHER: tuple[type[MemberMessage], ...] = (Join, Heartbeat, Leave, Ready, Ack, Failed, PeerFailed)
 TO_MEMBER: tuple[type[PublisherMessage], ...] = (Ping, NotMember, Dropped, PrepareCollective, StartCollective, Pull)
 
-_T = TypeVar("_T")
-
 
 def encode_message(message: MemberMessage | PublisherMessage) -> bytes:
     """Return the message as bytes. A long ``reason`` is cut off."""
     if isinstance(message, Failed | PeerFailed | Dropped):
         message = msgspec.structs.replace(message, reason=message.reason[:_MAX_REASON])
     return encode(type(message).__name__, message)
-
-
-def decode_message(frame: bytes | memoryview, expected: Sequence[type[_T]], limits: Limits) -> _T:
-    """Return the message in ``frame``. Its type must be one of ``expected``.
-
-    Raises:
-        WireError: the message is malformed, or of another type.
-    """
-    message = decode(frame, limits)
-    for record in expected:
-        if record.__name__ == message.type:
-            return read_as(message.fields, record)
-    raise WireError(
-        f"expected a message of type {' or '.join(record.__name__ for record in expected)}, got "
-        f"{message.type!r}; {SAME_VERSION}"
-    )
 
 
 class MemberSocket:
@@ -349,7 +331,7 @@ class MemberSocket:
             try:
                 if len(frames) != 1:
                     raise WireError(f"expected a message of one frame, got {len(frames)}")
-                message = decode_message(frames[0].bytes, TO_PUBLISHER, TO_PUBLISHER_LIMITS)
+                message = decode_as(frames[0].bytes, TO_PUBLISHER, TO_PUBLISHER_LIMITS)
             except WireError:
                 self.num_malformed += 1
             else:
@@ -420,7 +402,7 @@ class PublisherSocket:
         """
         self.wait(0.0)
         frames = next(self._caller.receive(), None)
-        return None if frames is None else decode_message(frames[0].bytes, TO_MEMBER, TO_MEMBER_LIMITS)
+        return None if frames is None else decode_as(frames[0].bytes, TO_MEMBER, TO_MEMBER_LIMITS)
 
     def leave(self) -> None:
         """Send ``Leave`` to the publisher and close the socket."""

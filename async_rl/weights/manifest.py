@@ -18,7 +18,7 @@ import msgspec
 import xxhash
 
 from async_rl.errors import WeightsError, WireError
-from async_rl.net.codec import field, read_as
+from async_rl.net.codec import read_as
 from async_rl.net.wire import SAME_VERSION, pack_plain
 from async_rl.records import Count
 
@@ -147,15 +147,19 @@ def digest_bytes(data: memoryview | bytes) -> str:
     return hasher.hexdigest()
 
 
+class ManifestFields(msgspec.Struct, frozen=True):
+    """What of a manifest a message has."""
+
+    lineage: str
+    version: int
+    tensors: tuple[TensorSpec, ...]
+    bucket_sizes: tuple[Count, ...]
+    bucket_digests: tuple[str, ...]
+
+
 def manifest_fields(manifest: Manifest) -> dict[str, Any]:
     """Return the manifest as a dict that can be encoded in a message. ``manifest_from_fields`` reads it."""
-    return {
-        "lineage": manifest.lineage,
-        "version": manifest.version,
-        "tensors": manifest.tensors,
-        "bucket_sizes": manifest.bucket_sizes,
-        "bucket_digests": manifest.bucket_digests,
-    }
+    return {name: getattr(manifest, name) for name in ManifestFields.__struct_fields__}
 
 
 def manifest_from_fields(fields: Mapping[str, Any]) -> Manifest:
@@ -164,9 +168,8 @@ def manifest_from_fields(fields: Mapping[str, Any]) -> Manifest:
     Raises:
         WireError: a field is missing or has another type, or the tensors do not fit into the buckets.
     """
-    sizes = read_as(fields.get("bucket_sizes"), tuple[Count, ...])
-    digests = read_as(fields.get("bucket_digests"), tuple[str, ...])
-    tensors = read_as(fields.get("tensors"), tuple[TensorSpec, ...])
+    found = read_as(fields, ManifestFields)
+    sizes, digests, tensors = found.bucket_sizes, found.bucket_digests, found.tensors
     if sum(sizes) > _MAX_VERSION_BYTES:
         raise WireError(
             f"manifest: expected buckets of at most {_MAX_VERSION_BYTES} bytes in all, got {sum(sizes)}; {SAME_VERSION}"
@@ -179,7 +182,7 @@ def manifest_from_fields(fields: Mapping[str, Any]) -> Manifest:
         _check_place(spec, sizes)
     if len({spec.name for spec in tensors}) != len(tensors):
         raise WireError(f"manifest: expected every tensor name once, got a name twice; {SAME_VERSION}")
-    return Manifest(field(fields, "lineage", str), field(fields, "version", int), tensors, sizes, digests)
+    return Manifest(found.lineage, found.version, tensors, sizes, digests)
 
 
 def _check_place(spec: TensorSpec, bucket_sizes: Sequence[int]) -> None:

@@ -18,10 +18,10 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import zmq
 
-from async_rl.errors import WeightsError, WireError
-from async_rl.net.codec import read_as
+from async_rl.errors import WeightsError
+from async_rl.net.codec import decode_as
 from async_rl.net.streams import LENGTH_BYTES, pack_frame, read_body
-from async_rl.net.wire import Limits, decode, encode
+from async_rl.net.wire import Limits, encode
 from async_rl.process.child import package_environment
 from async_rl.process.helper import Helper
 from async_rl.weights.memory import SharedBuckets
@@ -82,15 +82,7 @@ def receive_message(pipe: socket.socket, expected: Sequence[type[MessageT]]) -> 
         for descriptor in descriptors:
             os.close(descriptor)
         return None
-    message = decode(frame, _LIMITS)
-    for record in expected:
-        if record.__name__ == message.type:
-            return read_as(message.fields, record), descriptors[0] if descriptors else None
-    raise WireError(
-        f"the pipe between the learner and its server of the weights: expected a message of type "
-        f"{' or '.join(record.__name__ for record in expected)}, got {message.type!r}; this is a bug in async-rl, "
-        f"please report it"
-    )
+    return decode_as(frame, expected, _LIMITS), descriptors[0] if descriptors else None
 
 
 class ServerProcess(Generic[MessageT]):

@@ -5,6 +5,7 @@ import time
 import pytest
 
 from async_rl.errors import WireError
+from async_rl.net.codec import decode_as
 from async_rl.net.wire import encode
 from async_rl.weights import control
 from async_rl.weights.control import MemberSocket
@@ -32,7 +33,7 @@ def test_every_message_round_trips(message):
     is_to_publisher = isinstance(message, control.TO_PUBLISHER)
     expected = control.TO_PUBLISHER if is_to_publisher else control.TO_MEMBER
     limits = control.TO_PUBLISHER_LIMITS if is_to_publisher else control.TO_MEMBER_LIMITS
-    assert control.decode_message(control.encode_message(message), expected, limits) == message
+    assert decode_as(control.encode_message(message), expected, limits) == message
 
 
 @pytest.mark.parametrize(
@@ -44,12 +45,12 @@ def test_every_message_round_trips(message):
 )
 def test_other_messages_and_fields_of_other_types_are_refused(frame: bytes, message: str):
     with pytest.raises(WireError, match=message):
-        control.decode_message(frame, control.TO_PUBLISHER, control.TO_PUBLISHER_LIMITS)
+        decode_as(frame, control.TO_PUBLISHER, control.TO_PUBLISHER_LIMITS)
 
 
 def test_a_long_reason_is_cut_to_what_the_other_side_accepts():
     frame = control.encode_message(control.Failed(1, "x" * 100_000, False))
-    message = control.decode_message(frame, control.TO_PUBLISHER, control.TO_PUBLISHER_LIMITS)
+    message = decode_as(frame, control.TO_PUBLISHER, control.TO_PUBLISHER_LIMITS)
     assert isinstance(message, control.Failed)
     assert len(message.reason) == 2000
 

@@ -68,15 +68,15 @@ def test_the_digest_tells_content_apart_but_not_lineage_or_version():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"bucket_sizes": [-1]}, r"Expected `int` >= 0 - at `\$\[0\]`"),
+        ({"bucket_sizes": [-1]}, r"Expected `int` >= 0 - at `\$\.bucket_sizes\[0\]`"),
         ({"bucket_sizes": [1 << 50]}, "at most 17592186044416 bytes in all"),
         ({"bucket_digests": []}, "a digest for each of 1 buckets"),
         ({"tensors": [["a", "float32", [3], 1, 0]]}, "expected a place inside a bucket"),
         ({"tensors": [["a", "float32", [3], 0, 3]]}, "expected a place inside a bucket"),
-        ({"tensors": [["a", "float32", [-3], 0, 0]]}, r"Expected `int` >= 0 - at `\$\[0\]\[2\]\[0\]`"),
+        ({"tensors": [["a", "float32", [-3], 0, 0]]}, r"Expected `int` >= 0 - at `\$\.tensors\[0\]\[2\]\[0\]`"),
         ({"tensors": [["a", "object", [3], 0, 0]]}, "tensor 'a': expected a dtype in .* got 'object'"),
         ({"tensors": [["a", "uint8", [3], 0, 0], ["a", "uint8", [3], 0, 0]]}, "twice"),
-        ({"version": "3"}, "field 'version' of a message: expected int"),
+        ({"version": "3"}, r"malformed ManifestFields: Expected `int`, got `str` - at `\$\.version`"),
     ],
 )
 def test_a_manifest_that_lies_is_refused_before_anything_is_allocated(change, message):

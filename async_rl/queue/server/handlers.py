@@ -21,7 +21,7 @@ import msgspec
 from async_rl.config.config import Config
 from async_rl.data.chat import stated_vocabulary_size
 from async_rl.errors import QueueError, StorageFullError, WireError
-from async_rl.net.codec import field, read_as
+from async_rl.net.codec import read_as
 from async_rl.net.wire import SAME_VERSION, Frame, Message
 from async_rl.process.package_versions import package_versions
 from async_rl.process.user_code import DIGESTS_FILE
@@ -492,7 +492,7 @@ def owner_of(key: str, secret: str) -> Owner:
 
 
 def _wait_s(message: Message) -> float:
-    return min(max(field(message.fields, "wait_s", float), 0.0), MAX_WAIT_S)
+    return min(max(read_as(message.fields, messages.Envelope).wait_s, 0.0), MAX_WAIT_S)
 
 
 def _acked(acked: Acked) -> Reply:

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from async_rl.errors import CorruptWeightsError, WeightsError
-from async_rl.net.codec import read_as
+from async_rl.net.codec import decode_as
 from async_rl.net.streams import pack_frame, read_frame, take_frame
-from async_rl.net.wire import Limits, decode, encode
+from async_rl.net.wire import Limits, encode
 from async_rl.weights.control import StartCollective, seconds_until
 from async_rl.weights.manifest import Manifest, TensorSpec, manifest_fields, manifest_from_fields
 from async_rl.weights.receive_buffers import ReceiveBuffer, ReceiveBuffers
@@ -61,6 +61,9 @@ class Disconnect(msgspec.Struct, frozen=True):
     """Close the communicator."""
 
     number: int
+
+
+_ORDERS: tuple[type[Reserve | Receive | Disconnect], ...] = (Reserve, Receive, Disconnect)
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -180,7 +183,7 @@ class EngineRanks:
                 raise WeightsError(f"the engine's workers {missing} did not answer within {timeout_s:.0f} s")
             self._received += os.read(self._reports[0], 1 << 16)
             while (body := take_frame(self._received, max_bytes=_LIMITS.max_bytes)) is not None:
-                report = read_as(decode(body, _LIMITS).fields, Report)
+                report = decode_as(body, (Report,), _LIMITS)
                 if report.number == number:
                     reports[report.worker] = report
         failed = [report for report in reports.values() if report.error]
@@ -229,9 +232,7 @@ class RankThread:
     def _serve(self, order_path: str) -> None:
         with open(order_path, "rb") as orders:
             while (body := read_frame(orders.read, max_bytes=_LIMITS.max_bytes)) is not None:
-                message = decode(body, _LIMITS)
-                kind = {"Reserve": Reserve, "Receive": Receive, "Disconnect": Disconnect}[message.type]
-                self._carry_out(read_as(message.fields, kind))
+                self._carry_out(decode_as(body, _ORDERS, _LIMITS))
 
     def _carry_out(self, order: Reserve | Receive | Disconnect) -> None:
         error, is_corrupt, verify_s = "", False, 0.0
