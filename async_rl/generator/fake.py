@@ -75,16 +75,16 @@ class FakeBackend:
 
     def __init__(self, config: GeneratorConfig, fake: FakeConfig | None = None, *, answer_form: str = "boxed") -> None:
         self._fake = fake or FakeConfig()
-        self._max_running = config.batch_size
+        self.max_running = config.batch_size
         # A user's own reward function declares no format; most read a box.
         self._reward = REWARD_TYPES.get(answer_form, REWARD_TYPES["boxed"])
         self._running: list[_Sequence] = []
         self._waiting: deque[_Sequence] = deque()
         self._sampled_by_finished: dict[str, int] = {}
         self._num_steps = 0
-        self._num_tokens = 0
+        self.num_tokens = 0
         self._step_ends_at = 0.0
-        self._version = NO_VERSION
+        self.version = NO_VERSION
         # (first decode step, version), in order; entries that no running sequence needs are dropped.
         self._version_changes: list[tuple[int, int]] = []
 
@@ -93,20 +93,8 @@ class FakeBackend:
         return FakeText(self._fake.vocab_size)
 
     @property
-    def max_running(self) -> int:
-        return self._max_running
-
-    @property
     def num_running(self) -> int:
         return len(self._running) + len(self._waiting)
-
-    @property
-    def num_tokens(self) -> int:
-        return self._num_tokens
-
-    @property
-    def version(self) -> int:
-        return self._version
 
     def encode_prompt(self, messages: Sequence[Mapping[str, str]]) -> np.ndarray:
         """Return the prompt's token ids, int32 [P].
@@ -124,7 +112,7 @@ class FakeBackend:
         return coder.encode(text)
 
     def submit(self, lease: Lease, prompt_ids: np.ndarray) -> None:
-        if self._version == NO_VERSION:
+        if self.version == NO_VERSION:
             raise RuntimeError("submit() was called before the first activate(); activate a version first")
         self._sampled_by_finished[lease.lease_id] = 0
         for index in range(lease.group_size):
@@ -145,7 +133,7 @@ class FakeBackend:
             return []
         self._wait_out_step()
         self._num_steps += 1
-        self._num_tokens += len(self._running)
+        self.num_tokens += len(self._running)
         finished = [s for s in self._running if s.started_at + s.num_tokens == self._num_steps]
         if not finished:
             return []
@@ -163,7 +151,7 @@ class FakeBackend:
 
     def activate(self, version: int, weights: Mapping[str, Any]) -> float:
         started_s = time.monotonic()
-        self._version = version
+        self.version = version
         oldest_step = min((s.started_at for s in self._running), default=self._num_steps)
         while len(self._version_changes) > 1 and self._version_changes[1][0] <= oldest_step:
             self._version_changes.pop(0)
@@ -176,7 +164,7 @@ class FakeBackend:
         self._sampled_by_finished.clear()
 
     def _admit_waiting(self) -> None:
-        while self._waiting and len(self._running) < self._max_running:
+        while self._waiting and len(self._running) < self.max_running:
             sequence = self._waiting.popleft()
             sequence.started_at = self._num_steps
             self._running.append(sequence)

@@ -548,16 +548,12 @@ class ThreadGrader:
         self._incomplete: dict[str, list[Sampled | Played]] = {}
         self._todo: queue.SimpleQueue[tuple[Lease, list[Sampled | Played]] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[Graded] = queue.SimpleQueue()
-        self._num_pending = 0
+        self.num_pending = 0
         self._began_s: dict[int, float] = {}
         """When the running calls began, by the id of their thread."""
         self._num_threads, self._num_calls, self._calls_lock = num_threads, 0, threading.Lock()
         """``_num_calls`` counts the calls that have not ended, also those that have not begun."""
         self._threads: list[threading.Thread] = []
-
-    @property
-    def num_pending(self) -> int:
-        return self._num_pending
 
     @property
     def calls_s(self) -> tuple[float, ...]:
@@ -572,7 +568,7 @@ class ThreadGrader:
             if len(samples) < lease.group_size:
                 return
             del self._incomplete[lease.lease_id]
-        self._num_pending += len(samples)
+        self.num_pending += len(samples)
         with self._calls_lock:
             self._num_calls += 1
             num_calls = self._num_calls
@@ -586,7 +582,7 @@ class ThreadGrader:
         done: list[Graded] = []
         while not self._done.empty():
             done.append(self._done.get())
-        self._num_pending -= len(done)
+        self.num_pending -= len(done)
         return done
 
     def forget(self, lease_id: str) -> None:

@@ -206,7 +206,8 @@ class Ranks:
         self.layout = layout or Layout(shards=place.world_size)
         self.rank, self.world_size, self.device = place.rank, place.world_size, device
         self._store, self.timeout = store, timeout
-        self._broken = False
+        self.is_broken = False
+        """Whether a collective failed on this rank. If so, it can send nothing to the other ranks."""
         # torch.distributed.checkpoint and our commands work on the host, over gloo.
         self.host_group: dist.ProcessGroup | None = None
         if store is not None and device.type == "cuda":
@@ -224,11 +225,6 @@ class Ranks:
     def has_group(self) -> bool:
         """Whether there is a process group. Only then can the model be sharded."""
         return self._store is not None
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether a collective failed on this rank. If so, it can send nothing to the other ranks."""
-        return self._broken
 
     def scatter_parts(self, frame_of: Callable[[int], bytes]) -> None:
         """On rank 0, send every other rank the frame of its data rank (``Layout.data_rank``), each made once."""
@@ -320,14 +316,14 @@ class Ranks:
         except Exception as error:
             if self.world_size == 1:
                 raise
-            self._broken = True
+            self.is_broken = True
             cause = self.record_failure(f"rank {self.rank}, {what}: {type(error).__name__}: {error}")
             if cause.startswith(f"rank {self.rank},"):
                 raise
             raise TrainingError(cause) from error
         except (KeyboardInterrupt, SystemExit):
             # The other ranks may be inside a collective, where they receive no command.
-            self._broken = True
+            self.is_broken = True
             self.record_failure(f"rank {self.rank}, {what}: its process was stopped")
             raise
 
@@ -374,7 +370,7 @@ class Ranks:
 
         Who leaves resets gloo's connections, and a rank that is still busy with the last collective would fail.
         """
-        if self._store is not None and not self._broken and dist.is_initialized():
+        if self._store is not None and not self.is_broken and dist.is_initialized():
             if self.world_size > 1:
                 self._await_all(self._store)
             dist.destroy_process_group()

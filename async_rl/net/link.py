@@ -69,7 +69,8 @@ class Link:
         self._host, self._port = check_address(address)
         client.setsockopt(zmq.CONNECT_TIMEOUT, round(_CONNECT_S * 1000))
         self._monitor = client.get_monitor_socket(int(_EVENTS))
-        self._is_connected = False
+        self.is_connected = False
+        """Whether the socket was connected at the last ``update``. A connection to a suspended server still counts."""
         self._lost_at = time.monotonic()
         self._opened_at: float | None = None
         self._failure = 0
@@ -79,14 +80,9 @@ class Link:
         self._found = ""
 
     @property
-    def is_connected(self) -> bool:
-        """Whether the socket was connected at the last ``update``. A connection to a suspended server still counts."""
-        return self._is_connected
-
-    @property
     def lost_s(self) -> float:
         """For how many seconds there has been no connection; 0 if there is one."""
-        return 0.0 if self._is_connected else time.monotonic() - self._lost_at
+        return 0.0 if self.is_connected else time.monotonic() - self._lost_at
 
     @property
     def trouble(self) -> str:
@@ -94,7 +90,7 @@ class Link:
 
         Call ``update`` from time to time, so that the cause is looked for.
         """
-        if self._is_connected or self.lost_s < LOST_AFTER_S:
+        if self.is_connected or self.lost_s < LOST_AFTER_S:
             return ""
         is_waiting = self._opened_at is not None and time.monotonic() - self._opened_at > _HANDSHAKE_S
         if self._failure not in (0, _SILENT):
@@ -118,11 +114,11 @@ class Link:
         while int(self._monitor.get(zmq.EVENTS)) & _READABLE:
             event = int(parse_monitor_message(self._monitor.recv_multipart())["event"])
             has_connected |= self._follow(event, now)
-        if not self._is_connected:
+        if not self.is_connected:
             self._reconnect(now)
             if now - self._lost_at >= LOST_AFTER_S and not self._failure and self._opened_at is None:
                 self._start_probe(now)
-        return has_connected and self._is_connected
+        return has_connected and self.is_connected
 
     def close(self) -> None:
         """End the watch. Call it before the socket is closed."""
@@ -132,11 +128,11 @@ class Link:
 
     def _follow(self, event: int, now: float) -> bool:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self._is_connected, self._failure, self._found = True, 0, ""
+            self.is_connected, self._failure, self._found = True, 0, ""
             self._opened_at = self._reconnect_at = None
             return True
-        if self._is_connected:
-            self._is_connected, self._lost_at = False, now
+        if self.is_connected:
+            self.is_connected, self._lost_at = False, now
         opened_at, self._opened_at = self._opened_at, now if event == zmq.EVENT_CONNECTED else None
         if event in _FAILED:
             is_silent = opened_at is not None and now - opened_at > _HANDSHAKE_S

@@ -48,29 +48,26 @@ class StopRequest:
         exit_now: Callable[[int], None] = os._exit,
     ) -> None:
         self._grace_s, self._on_request, self._elsewhere, self._exit_now = grace_s, on_request, elsewhere, exit_now
-        self._signum, self._is_saved = 0, False
+        self._is_saved = False
+        self.signum = 0
+        """The number of the signal after which this process must save its work and end; 0 if no signal has arrived."""
         self._asked_at = 0.0
         self._timer: threading.Timer | None = None
 
-    @property
-    def signum(self) -> int:
-        """The number of the signal after which this process must save its work and end; 0 if no signal has arrived."""
-        return self._signum
-
     def check(self) -> int:
         """Return the number of the signal that this process or another rank has received; 0 if there is none."""
-        if not self._signum and (signum := self._elsewhere()):
+        if not self.signum and (signum := self._elsewhere()):
             self.request(signum, " at another rank")
-        return self._signum
+        return self.signum
 
     def request(self, signum: int, source: str = "") -> None:
         """Make this process save its work and end, as if it had received the signal ``signum``.
 
         Only the first request counts. ``source`` is text for the log, such as `` at another rank``.
         """
-        if self._signum:
+        if self.signum:
             return
-        self._signum, self._asked_at = signum, time.monotonic()
+        self.signum, self._asked_at = signum, time.monotonic()
         cause = f"not done after {self._grace_s:.0f} s (checkpoint.grace_s)"
         self._timer = threading.Timer(self._grace_s, self._end_now, [cause])
         self._timer.daemon = True
@@ -114,7 +111,7 @@ class StopRequest:
             signum = received[0]
             if signum not in SIGNALS or is_parent_gone():
                 continue
-            if not self._signum:
+            if not self.signum:
                 self.request(signum)
                 self._on_request(signum)
             elif time.monotonic() - self._asked_at >= SAME_REQUEST_S:
@@ -123,7 +120,7 @@ class StopRequest:
     def _end_now(self, cause: str) -> None:
         rest = "everything is saved" if self._is_saved else "the same command resumes from the last whole checkpoint"
         logger.error("ending at once: %s; %s", cause, rest)
-        self._exit_now(128 + self._signum)
+        self._exit_now(128 + self.signum)
 
 
 def _leave_an_orphan(signum: int, _frame: FrameType | None) -> None:

@@ -160,14 +160,10 @@ class Staging:
         self._layout: Layout | None = None
         self._slots: list[_Slot] = []
         self._order = 0
-        self._num_dropped = 0
+        self.num_dropped = 0
+        """Number of versions that a newer version overwrote before every member had them."""
         self._changed = threading.Condition()
         self._pool = ThreadPoolExecutor(_NUM_DIGEST_THREADS, "weights-digest")
-
-    @property
-    def num_dropped(self) -> int:
-        """Number of versions that a newer version overwrote before every member had them."""
-        return self._num_dropped
 
     def stage(
         self,
@@ -263,7 +259,7 @@ class Staging:
         if delivered:
             return min(delivered, key=lambda s: s.order)
         if expired and unpinned:
-            self._num_dropped += 1
+            self.num_dropped += 1
             return min(unpinned, key=lambda s: s.order)
         return None
 

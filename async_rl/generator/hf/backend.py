@@ -104,7 +104,7 @@ class TransformersBackend:
         self._device = model.device
         self._deterministic = deterministic
         self._recompute = config.kv_after_update == "recompute"
-        self._version = version
+        self.version = version
         text_config: Any = model.config.get_text_config(decoder=True)
         self._vocab_size: int = text_config.vocab_size
         self._max_positions: int | None = getattr(text_config, "max_position_embeddings", None)
@@ -117,7 +117,7 @@ class TransformersBackend:
         self._sampled_by_finished: dict[str, int] = {}
         self._plan: SamplingPlan | None = None
         self._recorder: RouteRecorder | None = None
-        self._num_tokens = 0
+        self.num_tokens = 0
         self._chosen_rows: Rows | None = None
         if version != NO_VERSION:
             self._chosen_rows = choose_rows(model, config.batch_size)
@@ -179,14 +179,6 @@ class TransformersBackend:
     def num_running(self) -> int:
         return self._running.num_rows + sum(w.num_samples for w in self._waiting)
 
-    @property
-    def num_tokens(self) -> int:
-        return self._num_tokens
-
-    @property
-    def version(self) -> int:
-        return self._version
-
     def encode_prompt(self, messages: Sequence[Mapping[str, str]]) -> np.ndarray:
         ids = render_prompt(self._tokenizer, messages, self._template_arguments)
         check_embedded(ids, self._vocab_size, self._tokenizer, "a prompt")
@@ -199,7 +191,7 @@ class TransformersBackend:
             ModelError: prompt and answer may need more positions than the model has, or the lease wants routes and the
                 model's routers are not understood.
         """
-        if self._version == NO_VERSION:
+        if self.version == NO_VERSION:
             raise RuntimeError("submit() was called before the first activate(); activate a version first")
         longest = len(prompt_ids) + lease.sampling.max_new_tokens
         if self._max_positions is not None and longest > self._max_positions:
@@ -233,7 +225,7 @@ class TransformersBackend:
         logits_RV = self._decode()
         columns = self._sample(logits_RV)
         self._running.record(columns)
-        self._num_tokens += self._running.num_rows
+        self.num_tokens += self._running.num_rows
         return self._finish(columns["token_ids"])
 
     def progress(self) -> dict[str, int]:
@@ -249,7 +241,7 @@ class TransformersBackend:
         self._weights.replace(weights, copy=self._deterministic)
         if self._chosen_rows is None:
             self._chosen_rows = choose_rows(self._model, self.max_running)
-        self._version = version
+        self.version = version
         # Prefill waiting prompts again with the new weights, and running sequences if the config requires it.
         for waiting in self._waiting:
             waiting.prefix = None
@@ -377,10 +369,10 @@ class TransformersBackend:
         columns = _to_host(columns_R)
         if num_nan := int(np.isnan(columns["logprobs"]).sum()):
             raise WeightsError(
-                f"version {self._version} gives NaN logprobs for {num_nan} of {len(uniforms_R)} sequences; its weights "
+                f"version {self.version} gives NaN logprobs for {num_nan} of {len(uniforms_R)} sequences; its weights "
                 f"are broken, so look for a non-finite loss in the learner's log, or lower optimizer.lr"
             )
-        return columns | {"versions": np.full(len(uniforms_R), self._version, np.int32)}
+        return columns | {"versions": np.full(len(uniforms_R), self.version, np.int32)}
 
     def _finish(self, tokens_R: np.ndarray) -> list[Sampled]:
         """Remove the rows that ended with their newest tokens, ``tokens_R``. Return their samples."""

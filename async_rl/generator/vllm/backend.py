@@ -118,10 +118,10 @@ class VllmBackend:
         self._eos_ids = eos_ids
         self._max_length = max_length
         self._recompute = recompute
-        self._ranks = ranks
+        self.ranks = ranks
         self._capacity = KvCacheCapacity(max_running)
         self._staging = SharedStaging()
-        self._version = NO_VERSION
+        self.version = NO_VERSION
         self._source: Mapping[str, Any] = {}
         self._num_activations = 0
         self._num_requests = 0
@@ -186,10 +186,6 @@ class VllmBackend:
     def num_tokens(self) -> int:
         return self._engine.load.num_tokens
 
-    @property
-    def version(self) -> int:
-        return self._version
-
     def encode_prompt(self, messages: Sequence[Mapping[str, str]]) -> np.ndarray:
         ids = render_prompt(self._tokenizer, messages, self._template_arguments)
         check_embedded(ids, self._engine.vocab_size, self._tokenizer, "a prompt")
@@ -201,7 +197,7 @@ class VllmBackend:
         Raises:
             ModelError: prompt and answer may be longer than the engine's sequences, or vLLM can't sample like that.
         """
-        if self._version == NO_VERSION:
+        if self.version == NO_VERSION:
             raise RuntimeError("submit() was called before the first activate(); activate a version first")
         sampling = lease.sampling
         longest = len(prompt_ids) + sampling.max_new_tokens
@@ -254,10 +250,6 @@ class VllmBackend:
             for lease_id, lease in self._leases.items()
         }
 
-    @property
-    def ranks(self) -> EngineRanks | None:
-        return self._ranks
-
     def activate(self, version: int, weights: Mapping[str, Any]) -> float:
         """Sample with ``weights`` from now on. See ``backend.Backend``.
 
@@ -268,7 +260,7 @@ class VllmBackend:
             self._wake()
             self._lora.check(weights)
             pause_s = self._lora.activate(weights, self._adapters_in_flight())
-            self._version = version
+            self.version = version
             self._num_activations += 1
             return pause_s
         self._table.check(weights)
@@ -280,7 +272,7 @@ class VllmBackend:
             memory = self._staging
             self._source = {"path": memory.path, "size_bytes": memory.size_bytes, "rows": memory.rows}
         pause_s = self._engine.load_paused(version, self._source, recompute=self._recompute)
-        self._version = version
+        self.version = version
         self._num_activations += 1
         return pause_s
 
@@ -296,7 +288,7 @@ class VllmBackend:
         if self._lora is not None:
             self._engine.wake()
         else:
-            self._engine.load_paused(self._version, self._source, recompute=self._recompute)
+            self._engine.load_paused(self.version, self._source, recompute=self._recompute)
 
     @property
     def name(self) -> str:
@@ -374,8 +366,8 @@ class VllmBackend:
         self._leases.clear()
         self._engine.close()
         self._staging.close()
-        if self._ranks is not None:
-            self._ranks.end()
+        if self.ranks is not None:
+            self.ranks.end()
 
     @property
     def _newest_adapter(self) -> int:
@@ -389,7 +381,7 @@ class VllmBackend:
             if self._lora is not None and not self._lora.may_start(self._adapters_in_flight()):
                 return
             rollout = self._waiting.popleft()
-            rollout.adapter, rollout.version = self._newest_adapter, self._version
+            rollout.adapter, rollout.version = self._newest_adapter, self.version
             self._num_requests += 1
             # vLLM adds a part that makes the name unique; outputs have our name.
             request_id = f"{self._num_requests}"

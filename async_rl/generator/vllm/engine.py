@@ -73,7 +73,8 @@ class VllmEngine:
         self._pieces: list[Piece] = []
         self._failure: BaseException | None = None
         self._arrived = asyncio.Event()
-        self._is_asleep = False
+        self.is_asleep = False
+        """Whether the engine sleeps. While it does, requests may only be added and stopped."""
 
     @classmethod
     def start(cls, arguments: Mapping[str, Any]) -> VllmEngine:
@@ -240,7 +241,7 @@ class VllmEngine:
 
         llm = self._llm
         started_s = time.perf_counter()
-        if self._is_asleep:
+        if self.is_asleep:
             await llm.wake_up(["weights"])
         else:
             # AsyncLLM.pause_generation does the same, then sleeps for 20 ms.
@@ -248,17 +249,12 @@ class VllmEngine:
         await llm.start_weight_update()
         await llm.update_weights(WeightTransferUpdateRequest(update_info=dict(source)))
         await llm.finish_weight_update(str(version))
-        if self._is_asleep:
+        if self.is_asleep:
             await llm.wake_up(["kv_cache"])
-            self._is_asleep = False
+            self.is_asleep = False
         else:
             await llm.resume_generation()
         return time.perf_counter() - started_s
-
-    @property
-    def is_asleep(self) -> bool:
-        """Whether the engine sleeps. While it does, requests may only be added and stopped."""
-        return self._is_asleep
 
     def sleep(self, *, keeps_weights: bool) -> None:
         """Stop decoding, and give up the device's memory for weights, keys and values. On a CPU vLLM gives nothing up.
@@ -273,10 +269,10 @@ class VllmEngine:
         Raises:
             WeightsError: the engine did not fall asleep; it can't be used any more.
         """
-        if self._is_asleep:
+        if self.is_asleep:
             return
         self._call("give its memory up", self._llm.sleep(1 if keeps_weights else 2, "keep"))
-        self._is_asleep = True
+        self.is_asleep = True
 
     def wake(self) -> None:
         """Go on with the weights that were kept.
@@ -285,7 +281,7 @@ class VllmEngine:
             WeightsError: the engine did not wake; it can't be used any more.
         """
         self._call("take its memory again", self._llm.wake_up())
-        self._is_asleep = False
+        self.is_asleep = False
 
     def change_adapters(self, number: int, directory: Path, *, remove: Sequence[int]) -> float:
         """Forget the adapters ``remove``, and load those in ``directory`` under the id ``number``. Running requests go

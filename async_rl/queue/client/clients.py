@@ -442,13 +442,16 @@ class GeneratorQueue:
     ) -> None:
         self.address, self.generator_id = address, generator_id
         self._connection = Connection(address, generator_id, keys, secret=secret or secrets.token_hex(16))
-        self._announcement: Announcement | None = None
-        self._finished = False
+        self.announcement: Announcement | None = None
+        """The newest version that the queue announced; None before the first."""
+        self.finished = False
+        """Whether the queue has sent the notice that the run is over."""
         self._is_known = False
         self._early: list[GeneratorEvent] = []
         self._returning: dict[str, bytes] = {}
         self._failed: list[FailedRollouts] = []
-        self._num_unanswered = 0
+        self.num_unanswered_returns = 0
+        """The number of returned groups and failures to which the queue has not replied yet."""
 
     def hello(self, wait_s: float, backend: str, host: str = "", *, replaces: str | None = None) -> Welcome:
         """Register this generator and return the data that it needs.
@@ -499,11 +502,6 @@ class GeneratorQueue:
         return self._connection.has_outstanding("heartbeat")
 
     @property
-    def num_unanswered_returns(self) -> int:
-        """The number of returned groups and failures to which the queue has not replied yet."""
-        return self._num_unanswered
-
-    @property
     def silent_s(self) -> float:
         """Seconds since the queue's last reply if a reply is overdue; 0 if none is."""
         return self._connection.silent_s
@@ -512,16 +510,6 @@ class GeneratorQueue:
     def trouble(self) -> str:
         """Why there is no connection to the queue, and what to do about it; empty if there is one."""
         return self._connection.link.trouble
-
-    @property
-    def finished(self) -> bool:
-        """Whether the queue has sent the notice that the run is over."""
-        return self._finished
-
-    @property
-    def announcement(self) -> Announcement | None:
-        """The newest version that the queue announced; None before the first."""
-        return self._announcement
 
     def request_leases(self, lineage: str, version: int, max_leases: int, wait_s: float) -> None:
         """Request leases for weights of ``version`` of ``lineage``.
@@ -548,14 +536,14 @@ class GeneratorQueue:
         """
         self._returning[group.lease_id] = encode_group(group)
         self._failed += [FailedRollouts(group.lease_id, why.shortened(), count) for why, count in failed.items()]
-        self._num_unanswered += 1
+        self.num_unanswered_returns += 1
         num_bytes = sum(map(len, self._returning.values()))
         if num_bytes >= _RETURN_BYTES or len(self._returning) >= _RETURN_GROUPS:
             self._send_returns()
 
     def fail(self, lease_id: str, failure: Failure) -> None:
         """Return a lease without a group. A ``Returned`` event has the queue's reply."""
-        self._num_unanswered += 1
+        self.num_unanswered_returns += 1
         self._connection.post(messages.FailLease(self.generator_id, lease_id, failure.shortened()))
 
     def answer_probe(self, lineage: str, answer: Answer) -> None:
@@ -617,7 +605,7 @@ class GeneratorQueue:
             events.append(read_as(message.fields, LeasesGranted))
         elif message.type == "returned":
             returned = _returned(message)
-            self._num_unanswered -= len(returned)
+            self.num_unanswered_returns -= len(returned)
             events += returned
         return events
 
@@ -627,14 +615,14 @@ class GeneratorQueue:
         announced = message.fields.get("announcement")
         if announced is not None:
             announcement = read_as(announced, Announcement)
-            if announcement != self._announcement:
-                self._announcement = announcement
+            if announcement != self.announcement:
+                self.announcement = announcement
                 events.append(Announced(announcement))
         cancelled = read_as(message.fields.get("cancelled", ()), tuple[str, ...])
         if cancelled:
             events.append(Cancelled(cancelled))
-        if message.fields.get("finished") and not self._finished:
-            self._finished = True
+        if message.fields.get("finished") and not self.finished:
+            self.finished = True
             events.append(Finished())
         return events
 

@@ -109,7 +109,8 @@ class LeaseTable:
         self._active: dict[str, ActiveLease] = {}
         self._closed: OrderedDict[str, ClosedLease] = OrderedDict()
         self._by_version: list[tuple[int, str]] = []
-        self._check_at: float | None = None
+        self.next_deadline: float | None = None
+        """The earliest time at which a lease may expire; None if there is no lease."""
         self._num_closed = 0
         self.reserved = 0
         self.num_training = 0
@@ -134,7 +135,7 @@ class LeaseTable:
             self.num_held[active.generator_id] += 1
             heapq.heappush(self._by_version, (active.oldest_version, lease_id))
         deadline = active.grown_at + self.timeout_s
-        self._check_at = deadline if self._check_at is None else min(self._check_at, deadline)
+        self.next_deadline = deadline if self.next_deadline is None else min(self.next_deadline, deadline)
 
     def close(self, lease_id: str, status: str) -> ActiveLease:
         """Remove the lease ``lease_id`` and return it.
@@ -191,19 +192,14 @@ class LeaseTable:
         if progress > active.progress:
             active.progress, active.grown_at = progress, now
 
-    @property
-    def next_deadline(self) -> float | None:
-        """The earliest time at which a lease may expire; None if there is no lease."""
-        return self._check_at
-
     def expired(self, now: float) -> list[ActiveLease]:
         """Return the leases whose progress has not grown for the timeout.
 
         They stay in the table until the caller closes them.
         """
-        if self._check_at is None or now < self._check_at:
+        if self.next_deadline is None or now < self.next_deadline:
             return []
         late = [h for h in self._active.values() if now - h.grown_at >= self.timeout_s]
         alive = [h.grown_at + self.timeout_s for h in self._active.values() if now - h.grown_at < self.timeout_s]
-        self._check_at = min(alive, default=None)
+        self.next_deadline = min(alive, default=None)
         return late

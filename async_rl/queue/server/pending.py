@@ -79,7 +79,8 @@ class PendingRequests:
         self._pending: dict[_Key, _Pending] = {}
         self._all_tried_at: int | None = None
         """The revision at which all requests were tried."""
-        self._due_at = math.inf
+        self.due_at = math.inf
+        """When ``answer`` must be called next, even if nothing changes: the end of a request's time, or earlier."""
         """No request's time is over before this."""
         self._in_vain: dict[tuple[bytes, str], tuple[float, float]] = {}
         """For the requests of each (peer, type) that waited in vain: since when, and when the last was answered; the
@@ -93,7 +94,7 @@ class PendingRequests:
         since, answered_at = self._in_vain.pop(same, (now, now))
         is_same_wait = now - answered_at <= _SAME_WAIT_S
         self._pending[same] = _Pending(request, message, deferred, deadline, since if is_same_wait else now)
-        self._due_at = min(self._due_at, deadline)
+        self.due_at = min(self.due_at, deadline)
         if self._all_tried_at == self._revision() and self._is_answered(self._pending[same], now):
             del self._pending[same]
         if self._all_tried_at != self._revision():
@@ -101,7 +102,7 @@ class PendingRequests:
 
     def answer(self, now: float) -> None:
         """Try all requests in the order of their arrival, and again until no reply changes the queue."""
-        if self._all_tried_at == self._revision() and now < self._due_at:
+        if self._all_tried_at == self._revision() and now < self.due_at:
             return
         revision = None
         while revision != self._revision():
@@ -110,17 +111,12 @@ class PendingRequests:
             for key in [key for key in tried if self._is_answered(self._pending[key], now)]:
                 del self._pending[key]
         self._all_tried_at = revision
-        self._due_at = min((pending.deadline for pending in self._pending.values()), default=math.inf)
+        self.due_at = min((pending.deadline for pending in self._pending.values()), default=math.inf)
 
     def pop_all(self) -> list[tuple[Request, Message]]:
         """Remove all requests. Return each with its message."""
         popped, self._pending = self._pending, {}
         return [(pending.request, pending.message) for pending in popped.values()]
-
-    @property
-    def due_at(self) -> float:
-        """When ``answer`` must be called next, even if nothing changes: the end of a request's time, or earlier."""
-        return self._due_at
 
     def waits(self, now: float) -> list[dict[str, Any]]:
         """Return who waits for what, and for how long, as plain data for ``async-rl status``.

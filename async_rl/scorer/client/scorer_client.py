@@ -174,16 +174,13 @@ class ScorerClient:
         self._numbers = itertools.count()
         self._asked: queue.SimpleQueue[tuple[int, _Waiting]] = queue.SimpleQueue()
         self._waiting, self._reader = _Window(), AnswerReader()
-        self._trouble, self._misfit, self._busy = "", "", ""
+        self._misfit, self._busy = "", ""
+        self.trouble = ""
+        """Why answers are not coming; empty if nothing is known to be wrong or nothing is asked."""
         self._lock, self._is_closed = threading.Lock(), False
         self._wake = Wake()
         self._thread = threading.Thread(target=self._run, name=f"scorer-{name}", daemon=True)
         self._thread.start()
-
-    @property
-    def trouble(self) -> str:
-        """Why answers are not coming; empty if nothing is known to be wrong or nothing is asked."""
-        return self._trouble
 
     @property
     def num_waiting(self) -> int:
@@ -333,8 +330,8 @@ class ScorerClient:
                     f"the scorer {self._name} at {self._address} has not answered for {SILENT_S:.0f} s; see its log, "
                     f"and check that it is not suspended"
                 )
-        if trouble != self._trouble:
-            self._trouble = trouble
+        if trouble != self.trouble:
+            self.trouble = trouble
             logger.log(
                 logging.WARNING if trouble else logging.INFO,
                 "%s",
