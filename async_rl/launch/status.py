@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -84,8 +85,7 @@ def ask_status(
     """
     from async_rl.queue.client.clients import LearnerQueue
 
-    queue = LearnerQueue(address, timeout_s, keys)
-    try:
+    with closing(LearnerQueue(address, timeout_s, keys)) as queue:
         if lift is not None:
             lineage = queue.status()["lineage"] or ""
             try:
@@ -93,8 +93,6 @@ def ask_status(
             except QueueError as error:
                 raise RunError(f"--lift-quarantine: {error}") from error
         return queue.status()
-    finally:
-        queue.close()
 
 
 def status_at(address: str, timeout_s: float, keys: ClientKeys | None, *, lift: str | None = None) -> dict[str, Any]:
@@ -223,7 +221,7 @@ def status_tables(status: Mapping[str, Any]) -> list[Table]:
     Keys that this version of async-rl does not know are shown under their names in the status.
     """
     rest = dict(status)
-    run = _plain_table("run")
+    run = Table(title="run", title_justify="left", show_header=False)
     tables = [run]
     for label, text in _run_rows(rest):
         run.add_row(label, text)
@@ -235,13 +233,15 @@ def status_tables(status: Mapping[str, Any]) -> list[Table]:
     if generators:
         tables.append(_generators_table(generators))
         if troubles := generator_troubles(generators):
-            tables.append(_troubles_table(troubles))
+            tables.append(_table("problems of generators", ("id", "problem"), by_trouble(troubles).items()))
     tables += _ledger_tables(rest.pop("ledger", {}))
     if waits := rest.pop("waits", None):
-        tables.append(_waits_table(waits))
+        tables.append(_table("who waits", ("who", "for", "seconds"), _waits_shown(waits)))
     for key, value in rest.items():
         if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
-            tables.append(_rows_table(_words(key), value))
+            columns = list(dict.fromkeys(column for row in value for column in row))
+            cells = ([_text(row.get(column, "")) for column in columns] for row in value)
+            tables.append(_table(_words(key), map(_words, columns), cells))
         elif value not in ("", None, []):
             run.add_row(_words(key), _text(value))
     return tables
@@ -400,15 +400,6 @@ def generator_troubles(generators: Sequence[Mapping[str, Any]]) -> dict[str, str
     return troubles
 
 
-def _troubles_table(troubles: Mapping[str, str]) -> Table:
-    table = Table(title="problems of generators", title_justify="left")
-    table.add_column("id", overflow="fold")
-    table.add_column("problem", overflow="fold")
-    for ids, trouble in by_trouble(troubles).items():
-        table.add_row(ids, trouble)
-    return table
-
-
 def _ledger_tables(ledger: Mapping[str, Any]) -> list[Table]:
     """Return the tables that show ``ledger``, the part of the status with the queue's counts.
 
@@ -417,36 +408,30 @@ def _ledger_tables(ledger: Mapping[str, Any]) -> list[Table]:
     ledger lists as masked, because they were left out of the loss. Tables without rows are left out.
     """
     accounts = {name: ledger[name] for name in ("groups", "rollouts", "tokens") if name in ledger}
-    tables = [_accounts_table("ledger", accounts), _accounts_table("ledger of evaluations", ledger.get("eval", {}))]
-    outcomes = Table(title="what became of received groups", title_justify="left")
-    for column in ("", "groups", "rollouts", "tokens", "mean reward", "mean accuracy"):
-        outcomes.add_column(column, justify="right" if column else "left")
+    of_evaluations = ledger.get("eval", {})
+    outcomes: list[Sequence[str]] = []
     for name, sums in ledger.get("outcomes", {}).items():
         if number := sums["rollouts"]:
             means = (f"{sums[key] / number:.3f}" for key in ("reward", "accuracy"))
-            outcomes.add_row(_words(name), *(f"{sums[key]:,}" for key in ("groups", "rollouts", "tokens")), *means)
+            outcomes.append([_words(name), *(f"{sums[key]:,}" for key in ("groups", "rollouts", "tokens")), *means])
         if name == "trained":
             masked = [sums[key] - ledger.get(key, {}).get(name, sums[key]) for key in ("rollouts", "tokens")]
             if any(masked):
-                outcomes.add_row("  of it masked", "", *(f"{count:,}" for count in masked), "", "")
-    return [table for table in (*tables, outcomes) if table.row_count]
-
-
-def _accounts_table(title: str, accounts: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Return a table of the queue's counts. ``accounts`` maps what is counted, such as ``tokens``, to its counts.
-
-    Each entry of ``accounts`` is a column, and each count (such as ``issued``) is a row. Rows of zeros are left out.
-    """
-    table = Table(title=title, title_justify="left")
-    for column in ("", *accounts):
-        table.add_column(column, justify="right" if column else "left")
-    for row in ledger_rows(accounts):
-        table.add_row(*row)
-    return table
+                outcomes.append(["  of it masked", "", *(f"{count:,}" for count in masked), "", ""])
+    columns = ("", "groups", "rollouts", "tokens", "mean reward", "mean accuracy")
+    tables = (
+        _table("ledger", ("", *accounts), ledger_rows(accounts), are_counts=True),
+        _table("ledger of evaluations", ("", *of_evaluations), ledger_rows(of_evaluations), are_counts=True),
+        _table("what became of received groups", columns, outcomes, are_counts=True),
+    )
+    return [table for table in tables if table.row_count]
 
 
 def ledger_rows(accounts: Mapping[str, Mapping[str, Any]]) -> Iterator[list[str]]:
-    """Yield the rows of a table of the queue's counts: the name of a count, and its number in each of ``accounts``."""
+    """Yield the rows of a table of the queue's counts: the name of a count, and its number in each of ``accounts``.
+
+    ``accounts`` maps what is counted, such as ``tokens``, to its counts. Rows of zeros are left out.
+    """
     flat = [_flat(account) for account in accounts.values()]
     for term in dict.fromkeys(term for account in flat for term in account):
         if any(account.get(term) for account in flat):
@@ -468,15 +453,6 @@ def _flat(account: Mapping[str, Any]) -> dict[str, int]:
     return counts
 
 
-def _waits_table(waits: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(title="who waits", title_justify="left")
-    for column in ("who", "for", "seconds"):
-        table.add_column(column)
-    for who, what, seconds in _waits_shown(waits):
-        table.add_row(who, what, seconds)
-    return table
-
-
 def _waits_shown(waits: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, str]]:
     """Yield who waits, for what and how long, longest first.
 
@@ -495,17 +471,15 @@ def _waits_shown(waits: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str,
         )
 
 
-def _plain_table(title: str) -> Table:
-    return Table(title=title, title_justify="left", show_header=False)
-
-
-def _rows_table(title: str, rows: list[Mapping[str, Any]]) -> Table:
+def _table(
+    title: str, columns: Iterable[str], rows: Iterable[Sequence[str]], *, are_counts: bool = False
+) -> Table:  # fmt: skip
+    """Return a table of text. With ``are_counts`` all columns but the first have numbers, which end at one place."""
     table = Table(title=title, title_justify="left")
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    for column in columns:
-        table.add_column(_words(column))
+    for index, column in enumerate(columns):
+        table.add_column(column, overflow="fold", justify="right" if are_counts and index else "left")
     for row in rows:
-        table.add_row(*(_text(row.get(column, "")) for column in columns))
+        table.add_row(*row)
     return table
 
 

@@ -106,6 +106,23 @@ def host_towards(address: str) -> str:
     return "127.0.0.1" if is_loopback(check_address(address)[0]) else local_host_towards(address)
 
 
+def why_unbindable(host: str, port: int) -> OSError | None:
+    """Return why no server on this machine could bind this TCP port now, 0 for any; None if one could.
+
+    ``host`` may be ``*`` for all interfaces, or the name of an interface, whose port is not tried.
+    """
+    if host in {name for _, name in socket.if_nameindex()}:
+        return None
+    try:
+        family, *_, place = socket.getaddrinfo("0.0.0.0" if host == "*" else host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(place)
+    except OSError as error:
+        return error
+    return None
+
+
 def refuse_open_bind(address: str, *, insecure: bool, has_keys: bool = False) -> None:
     """Refuse to listen without keys on an address that other machines can reach, unless ``insecure`` is set.
 

@@ -33,9 +33,6 @@ class QueueRecord:
     pid: int
     address: str
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def read_record(run_dir: Path) -> QueueRecord | None:
     """Return the content of ``queue.json`` in ``run_dir``; None if the file does not exist or is malformed."""
@@ -108,7 +105,7 @@ class RunFiles:
     def record(self, run_id: str) -> None:
         """Write ``queue.json`` with ``run_id``, the id of this process and the server's address."""
         self._run_dir.mkdir(parents=True, exist_ok=True)
-        _write_json(self._run_dir / "queue.json", QueueRecord(run_id, os.getpid(), self._address).as_dict())
+        _write_json(self._run_dir / "queue.json", asdict(QueueRecord(run_id, os.getpid(), self._address)))
         self._recorded_run_id = run_id
 
     def write(

@@ -11,7 +11,14 @@ from async_rl.config.config import Config
 from async_rl.config.queue import QueueConfig
 from async_rl.errors import AddressError
 from async_rl.launch.checks.finding import Finding
-from async_rl.net.address import advertised_address, check_address, host_towards, is_loopback, refuse_open_bind
+from async_rl.net.address import (
+    advertised_address,
+    check_address,
+    host_towards,
+    is_loopback,
+    refuse_open_bind,
+    why_unbindable,
+)
 from async_rl.net.keys import ServerKeys, client_keys_of
 from async_rl.net.link import why_unreachable
 from async_rl.net.streams import listening_socket
@@ -49,27 +56,20 @@ def check_bindable(queue: QueueConfig, *, insecure: bool) -> None:
     if address is None:
         return
     check_reachable(queue, insecure=insecure)
-    host, port = check_address(address)
-    if host in {name for _, name in socket.if_nameindex()}:
-        return
     try:
-        _try_bind(address, "" if host == "*" else host, port)
+        _try_bind(address)
     except AddressError as error:
         raise AddressError(
             f"queue.address: {error}, or leave queue.address out for any free port on loopback"
         ) from None
 
 
-def _try_bind(address: str, host: str, port: int) -> None:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise AddressError(
-                f"can't bind {address}: {error.strerror or error}; end what listens there (ss -ltnp shows it), or "
-                f"choose another port or an address of this machine"
-            ) from None
+def _try_bind(address: str) -> None:
+    if (error := why_unbindable(*check_address(address))) is not None:
+        raise AddressError(
+            f"can't bind {address}: {error.strerror or error}; end what listens there (ss -ltnp shows it), or "
+            f"choose another port or an address of this machine"
+        )
 
 
 def check_reachable(queue: QueueConfig, *, insecure: bool) -> None:
@@ -93,21 +93,13 @@ def serves_here(config: Config) -> bool:
     if config.queue.address is None:
         return True
     host, _ = check_address(config.queue.address)
-    if host == "*" or host in {name for _, name in socket.if_nameindex()}:
-        return True
-    try:
-        family, *_, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
+    error = why_unbindable(host, 0)
+    if isinstance(error, socket.gaierror):
         raise AddressError(
             f"queue.address: expected a host that this machine can resolve, got {host!r}: {error}; correct the "
             f"host's name"
-        ) from None
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        try:
-            probe.bind(place)
-        except OSError:
-            return False
-    return True
+        )
+    return error is None
 
 
 def others_address(queue: QueueConfig) -> str:
@@ -141,7 +133,7 @@ def check_own_address(address: str, key: str, config: Config, *, insecure: bool)
     """
     try:
         refuse_open_bind(address, insecure=insecure, has_keys=config.queue.keys is not None)
-        _try_bind(address, *check_address(address))
+        _try_bind(address)
     except AddressError as error:
         raise AddressError(f"{key}: {error}") from None
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import signal
-import socket
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -16,7 +16,7 @@ from types import FrameType
 from async_rl.config.config import Config
 from async_rl.config.loading import config_to_toml
 from async_rl.errors import AddressError, QueueError
-from async_rl.net.address import check_address
+from async_rl.net.address import check_address, why_unbindable
 from async_rl.net.keys import ClientKeys, client_keys_of
 from async_rl.process.child import is_alive, is_parent_gone, module_command, package_environment, reuse_freed_memory
 from async_rl.queue.client.clients import LearnerQueue
@@ -108,7 +108,7 @@ def ensure_queue(
         AddressError: ``queue.address`` is on another host and nothing answers there.
     """
     fixed = config.queue.address
-    if fixed is not None and not _is_local(check_address(fixed)[0]):
+    if fixed is not None and why_unbindable(check_address(fixed)[0], 0) is not None:  # it is of another machine
         if answering_run(fixed, _START_S, client_keys_of(config.queue.keys)) is None:
             raise AddressError(
                 f"no queue answers at queue.address = {fixed}; start one there: async-rl queue CONFIG, with the same "
@@ -169,26 +169,20 @@ def finish_queue(config: Config, run_id: str) -> None:
     address = _running(config, run_id)
     if address is None:
         return
-    queue = LearnerQueue(address, _PING_S, client_keys_of(config.queue.keys))
-    try:
-        lineage = queue.status()["lineage"]
-        if lineage is not None:
-            queue.finish(lineage)
-    except QueueError as error:
-        logger.warning("the run is finished, but its queue server did not accept the end of the run: %s", error)
-    finally:
-        queue.close()
+    with closing(LearnerQueue(address, _PING_S, client_keys_of(config.queue.keys))) as queue:
+        try:
+            lineage = queue.status()["lineage"]
+            if lineage is not None:
+                queue.finish(lineage)
+        except QueueError as error:
+            logger.warning("the run is finished, but its queue server did not accept the end of the run: %s", error)
 
 
 def answering_run(address: str, timeout_s: float, keys: ClientKeys | None = None) -> str | None:
     """Return the id of the run that the server at ``address`` serves; None if nothing answers within ``timeout_s``."""
-    queue = LearnerQueue(address, timeout_s, keys)
-    try:
+    with closing(LearnerQueue(address, timeout_s, keys)) as queue, suppress(QueueError):
         return queue.ping()
-    except QueueError:
-        return None
-    finally:
-        queue.close()
+    return None
 
 
 def _running(config: Config, run_id: str) -> str | None:
@@ -200,7 +194,7 @@ def _running(config: Config, run_id: str) -> str | None:
     if record is not None and is_alive(record.pid) and answering_run(record.address, _PING_S, keys) in (run_id, ""):
         return record.address
     fixed = config.queue.address
-    if fixed is None or not check_address(fixed)[1] or _can_bind(fixed):
+    if fixed is None or not check_address(fixed)[1] or why_unbindable(*check_address(fixed)) is None:
         return None
     return fixed if answering_run(fixed, _PING_S, keys) in (run_id, "") else None
 
@@ -239,24 +233,3 @@ def _start(
 
 def _tail(path: Path) -> str:
     return "\n".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-20:])
-
-
-def _is_local(host: str) -> bool:
-    """Return whether ``host`` is an address of this machine, or stands for all its addresses."""
-    return host in ("*", "0.0.0.0", "::") or _can_bind_host(host, 0)
-
-
-def _can_bind(address: str) -> bool:
-    host, port = check_address(address)
-    return _can_bind_host("" if host == "*" else host, port)
-
-
-def _can_bind_host(host: str, port: int) -> bool:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-    return True
