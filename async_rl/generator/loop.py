@@ -235,7 +235,7 @@ class Worker:
             return
         if staged.lineage == self._lineage and staged.version <= self._backend.version:
             return
-        fault_point("generator.activating")
+        fault_point("generator.activating")  # new weights are verified, not active
         self._activity.add_activation(self._backend.activate(staged.version, staged.tensors))
         self._receiver.activated(staged)
         self._active = staged
@@ -390,7 +390,7 @@ class Worker:
                 self._queue.fail(lease_id, graded.failure)
                 continue
             self._leases.remove(lease_id)
-            fault_point("generator.sampled")
+            fault_point("generator.sampled")  # a group is graded, not returned
             self._queue.return_group(active.group(self._generator_id, self._digests, self._clock()), active.failed)
 
     def _log_failure(self, graded: Graded, failure: Failure) -> None:

@@ -116,7 +116,7 @@ class Forker:
             with contextlib.suppress(OSError):  # the child may have done this already, or may have ended
                 os.setpgid(pid, pid)
             self._children.add(pid)
-        fault_point("fork_server.forked")
+        fault_point("fork_server.forked")  # a process for an agent is forked, the generator does not know its id
         return max(pid, 0)
 
     def _be_child(self, descriptor: int, work: Callable[[socket.socket], None], server: int) -> NoReturn:
@@ -154,7 +154,7 @@ class Forker:
     def _kill_family(self, pid: int) -> int:
         """Kill the forked process ``pid`` and all that it started, without waiting for the end."""
         if pid in self._children:
-            fault_point("fork_server.killing")
+            fault_point("fork_server.killing")  # a process shall be killed with all that it started, none of them is
             family = descendants_of(pid)  # before they lose their parents
             for kill in (os.killpg, os.kill):
                 with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.process.fault_points import FAULT_POINTS
 from tests.end_to_end.faults_harness import Victim, fault_config, fault_run, judge
 from tests.end_to_end.harness import processes_of, wait_until
+from tests.fault_points import FAULT_POINTS
 
 VICTIMS: tuple[Victim, ...] = ("learner", "queue", "generator")
 

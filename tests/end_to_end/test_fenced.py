@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.process.fault_points import FAULT_POINTS
 from tests.end_to_end.faults_harness import Gates, fault_config, judge, kill_all, trained_rows
 from tests.end_to_end.harness import queue_address, roles, wait_until
+from tests.fault_points import FAULT_POINTS
 
 NUM_ROWS = 120
 POINTS = [point for point in FAULT_POINTS if point.startswith("learner.")]

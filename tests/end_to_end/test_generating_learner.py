@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from async_rl.process.fault_points import FAULT_POINTS
 from tests.end_to_end.faults_harness import fault_config, fault_run, judge
 from tests.end_to_end.harness import check_ledger, metrics, roles, steps, write_config
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
+from tests.fault_points import FAULT_POINTS
 
 NUM_STEPS = 5
 ALONE: dict[str, Any] = {"count": 0, "backend": "transformers", "kv_after_update": "recompute"}

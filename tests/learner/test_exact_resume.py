@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from async_rl.process.fault_points import FAULT_POINTS
 from async_rl.run.records.step_log import read_rows
+from tests.fault_points import FAULT_POINTS
 from tests.forked import preload
 from tests.learner.rank_layouts import LAYOUTS, LORA, layout_model, model_for
 from tests.learner.ranks import finish_ranks, run_ranks, start_ranks

@@ -154,6 +154,7 @@ class AgentRollouts:
         prompt = prompt_text(lease.prompt.messages, self._render)
         new = [self._new_session(lease, index) for index in range(lease.group_size)]
         self._front.open(session.key for session in new)
+        # The front takes the calls of a lease's sessions, their agents are not started.
         fault_point("generator.session_opened")
         for session in new:
             url = f"{self._front.url}/s/{session.key}/v1"
@@ -187,6 +188,7 @@ class AgentRollouts:
             session.tokens.answer(call, sample)
             if said is not None:
                 session.transcript.add(call, said, sample.text)
+            # An answer is in its session's sequences, the front does not have it.
             fault_point("generator.call_answered")
             self._front.reply(reply_to(call, sample))
         self._begin_waiting()
@@ -289,7 +291,7 @@ class AgentRollouts:
             self._front.reply(Refuse(given.call, 409, "this session has another reward already", "finished"))
         else:
             session.reported = outcome
-            fault_point("generator.reward_reported")
+            fault_point("generator.reward_reported")  # a session's reward is noted, the one who reported it is not told
             self._front.reply(Accept(given.call))
 
     def _begin_waiting(self) -> None:
@@ -329,7 +331,7 @@ class AgentRollouts:
             session.said[call.call] = call.said
         self._by_request[request.lease_id] = session, call.call
         self._engine.submit(request, ids)
-        fault_point("generator.call_begun")
+        fault_point("generator.call_begun")  # the engine has a call, and has sampled nothing for it
 
     def _refuse(self, call: Call, message: str, code: str, param: str) -> None:
         self._by_call.pop(call.call, None)
@@ -410,6 +412,7 @@ class AgentRollouts:
         for call in [*session.requests, *(one.call for one in session.waiting)]:
             self._by_call.pop(call, None)
             self._lose(session, call)
+        # An agent has ended and its calls are stopped, its rollout is not judged.
         fault_point("generator.session_ended")
 
     def _check_silence(self, session: OpenSession, now_s: float) -> None:

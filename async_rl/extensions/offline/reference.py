@@ -56,7 +56,7 @@ def reference_logprobs(
         if sums is None:
             sums = summed_logprobs(engine, chunk)
             write_atomically(path, json.dumps(sums))
-            fault_point("offline.reference_scored")
+            fault_point("offline.reference_scored")  # a chunk of the reference model's log-probabilities is kept
             check_stop(f"the reference model has scored {len(found) + len(chunk)} of {len(rows)} rows")
         found += sums
         if time.monotonic() - said >= _PROGRESS_S:

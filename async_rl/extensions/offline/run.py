@@ -281,7 +281,7 @@ class _Leader(Generic[Row]):
                 f"expected a checkpoint in {self._run_dir} at the end of training, got none; this is a bug in "
                 f"async-rl, please report it"
             )
-        fault_point("offline.trained_all")
+        fault_point("offline.trained_all")  # the last checkpoint is committed, the model is not exported
         self._engine.close()  # the export of a large model may outlast the timeout of the other ranks
         with logged(logger, f"exporting the model to {self._section.out}"):
             self._task.export(newest, Path(self._section.out))
@@ -329,7 +329,7 @@ class _Leader(Generic[Row]):
         every, progress = self._section.checkpoint_every, _Progress(self._done, self._num_steps)
         for step in range(self._done + 1, self._num_steps + 1):
             row = self._make_step(step, progress)
-            fault_point("offline.trained")
+            fault_point("offline.trained")  # the optimizer has stepped, its row of metrics is not written
             write(row)
             signum = self._stop_signal()
             is_last = bool(signum) or step == self._num_steps

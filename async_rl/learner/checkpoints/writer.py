@@ -158,11 +158,12 @@ class CheckpointWriter:
         root = self._run_dir / "checkpoints"
         with self._errors_of(begun.target):
             written_at = begun.files.result()
-            fault_point("learner.checkpoint_saved")
+            fault_point("learner.checkpoint_saved")  # the checkpoint's files are written under their temporary name
             self._confirm()
             # This fails if the target exists, so another learner's checkpoint is never replaced.
             os.rename(begun.partial, begun.target)
             _flush_directory(root)
+            # The checkpoint's files are written, `latest` names the one before.
             fault_point("learner.checkpoint_written")
             commit_latest(self._run_dir, begun.target.name, self._lineage, self._confirm)
         _prune(self._run_dir, begun.step, self._config)
@@ -192,6 +193,7 @@ class CheckpointWriter:
 def _complete(partial: Path, save: Callable[[], None]) -> float:
     """Write all files of a checkpoint: ``save`` returns when the engine's are written. Return when all were."""
     save()
+    # In the background: the engine's files are written, those of rank 0 not all.
     fault_point("learner.checkpoint_writing")
     write_manifest(partial)
     _flush(partial)

@@ -167,7 +167,7 @@ class Passes:
                 batches[index] = batch
                 with self._entered(self._policy, batch, received):
                     output = self._forward(micro_batches[index], batch, objective, version)
-            self._fault_point("learner.forward")
+            self._fault_point("learner.forward")  # a micro-batch's loss is computed
             if isinstance(output, Tensor):
                 return output
             tokens = output.tokens if records else None
@@ -181,6 +181,7 @@ class Passes:
                 if self.pipeline is not None and self._policy.replay is not None:
                     self._policy.route_again(self._own_part(micro_batches[index], batch))
                 output.backward(gradient)
+            # A micro-batch's gradients are accumulated, the optimizer has not stepped.
             self._fault_point("learner.backward")
 
         if self.pipeline is not None:

@@ -203,7 +203,7 @@ class VersionPublisher:
         if self._probes is not None and not is_last:
             self._probes.prepare_probe(state.lineage, state.version)
         published = self._weights.publish(state.lineage, state.version, engine.gather(), tick=tick, is_last=is_last)
-        fault_point("learner.publishing")
+        fault_point("learner.publishing")  # the version is staged, not announced
         if published is None:
             return
         self._remember(published.version, published.digest)

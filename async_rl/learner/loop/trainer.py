@@ -234,7 +234,7 @@ class Trainer:
             updates = [] if any(part.freezes_policy for part in self._parts) else self._update(prepared)
         has_own_loss = self.config.loss.function is not None
         result = step_result(batch.groups, prepared, updates, version=version, has_own_loss=has_own_loss)
-        fault_point("learner.trained")
+        fault_point("learner.trained")  # the optimizer has stepped, the queue does not know
         figures = dict(trained_metrics(result))
         for part in self._parts:
             figures |= part.trained(result)
@@ -244,6 +244,7 @@ class Trainer:
         for part in self._parts:
             part.acknowledged(acked)
         self._recorder.record_trained(batch.groups)
+        # The queue has recorded the step (and the snapshot), the checkpoint is not begun.
         fault_point("learner.acknowledged")
         if self._publisher.is_due(is_last=self._is_last_step):
             # A signal stays set, so ``run`` raises it again once this step is recorded. A restart publishes this.
@@ -292,7 +293,7 @@ class Trainer:
                     lineage=self.state.lineage, step=self.state.step, version=self.state.version, wait_s=TAKE_WAIT_S
                 )
                 if isinstance(answer, Batch):
-                    fault_point("learner.taken")
+                    fault_point("learner.taken")  # the batch has arrived, it is not trained
                     return answer
                 if answer.stop:
                     raise RunStoppedError(answer.stop)

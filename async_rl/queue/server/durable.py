@@ -98,7 +98,7 @@ class DurableState:
         self._journal.commit(*self._unsaved)
         self._unsaved = None
         self._committed = self.state.revision
-        fault_point("queue.journaled")
+        fault_point("queue.journaled")  # the turn's changes are committed, its replies are not sent
 
     def revert(self) -> None:
         """Go back to the last commit. Only a queue with a journal can."""

@@ -84,7 +84,7 @@ class _Digests:
 
     def add(self, bucket: int, chunk: Tensor) -> Future[None]:
         """Let a thread read the next ``chunk`` of ``bucket``."""
-        fault_point("generator.receiving")
+        fault_point("generator.receiving")  # a bucket of a version has arrived, the version is not verified
         return self._threads[self._thread_of[bucket]].submit(self._read, bucket, chunk)
 
     def hex(self) -> list[str]:

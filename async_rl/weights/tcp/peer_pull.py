@@ -85,7 +85,7 @@ class PeerPull:
                     if not self._fetch(connection, bucket):
                         self.result.failure = f"{where} does not have version {self._manifest.version} any more"
                         return self.result
-                    fault_point("generator.receiving")
+                    fault_point("generator.receiving")  # a bucket of a version has arrived, the version is not verified
         except TimeoutError as error:
             self.result.failure, self.result.is_faulty = f"{where} was too slow: {error}", True
         except (OSError, AsyncRLError) as error:

@@ -235,7 +235,7 @@ class _VersionPull:
                             f"got {digest}"
                         )
                     remaining.popleft()
-                    fault_point("generator.receiving")
+                    fault_point("generator.receiving")  # a bucket of a version has arrived, the version is not verified
         except CorruptWeightsError as error:
             # A record was changed: nothing that follows it on this connection can be trusted.
             return [*corrupt, *remaining], str(error)

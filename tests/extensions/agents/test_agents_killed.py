@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from async_rl.process.fault_points import AGENT_FAULT_POINTS, FAULT_POINTS
 from tests.end_to_end.faults_harness import FaultRun, fault_config, fault_run, judge
 from tests.end_to_end.harness import command_lines, state_of, wait_until, write_config
 from tests.extensions.agents.test_agents_run import CLIENT
+from tests.fault_points import AGENT_FAULT_POINTS, FAULT_POINTS
 
 POINTS = (*FAULT_POINTS, *AGENT_FAULT_POINTS)
 VICTIMS = ("agent", "front", "fork_server", "generator", "queue", "learner")

@@ -20,9 +20,9 @@ from async_rl.extensions.offline.batches import batch_of
 from async_rl.extensions.offline.tasks import train
 from async_rl.learner.checkpoints.digests import renew_entry
 from async_rl.learner.checkpoints.files import checkpoint_name, latest_checkpoint, read_extra, write_extra
-from async_rl.process.fault_points import OFFLINE_FAULT_POINTS
 from tests.end_to_end.harness import wait_until
 from tests.extensions.offline.offline_run import begin, exported, in_step, metrics, offline_config
+from tests.fault_points import OFFLINE_FAULT_POINTS
 from tests.forked import preload
 from tests.learner.ranks import finish_ranks, run_ranks, start_ranks
 from tests.learner.tiny import add_token, random_sequences

@@ -184,7 +184,7 @@ class Calls:
         """
         for call in calls:
             self.send(call)
-        fault_point("front.called")
+        fault_point("front.called")  # a call is sent to the generator, it is not answered
         gone = asyncio.create_task(disconnected(request))
         try:
             return [await self._answer(call.call, gone) for call in calls]
@@ -340,10 +340,10 @@ class Endpoints:
 
     def _answer(self, body: bytes, numbers: Sequence[int], kind: str = "application/json") -> Response:
         """Return the response to calls, which tells the generator when the client's connection has it."""
-        fault_point("front.answered")
+        fault_point("front.answered")  # the generator's answer is here, nothing of it is sent to the agent
 
         def handed() -> None:
-            fault_point("front.delivered")
+            fault_point("front.delivered")  # the agent's connection has the whole answer, the generator does not know
             for number in numbers:
                 self._calls.send(Delivered(number))
 

@@ -83,9 +83,9 @@ async def play_agent(code: Any, task: Task) -> dict[str, Any]:
             "environment.name: expected an agent, because generator.serve is true: an async function, or a module or "
             "class with an async function run, got neither; name the function: file.py:name"
         )
-    fault_point("agent.begun")
+    fault_point("agent.begun")  # an agent's process has its rollout, the agent's code is not started
     made = await awaited(run(task))
-    fault_point("agent.ended")
+    fault_point("agent.ended")  # the agent has returned, the generator does not know
     result: dict[str, Any] = dict(made) if isinstance(made, Mapping) else {"reward": made}
     metrics: Any = result.pop("metrics", None) or {}
     if not isinstance(metrics, Mapping):

@@ -185,7 +185,7 @@ class Copier:
             if stored and stored.entry == _entry_of(path, state.st_size, state.st_mtime_ns, state.st_ino):
                 return stored
             stored = Stored(self._store.put(path, name, expected), name)
-            fault_point("mirror.copied")
+            fault_point("mirror.copied")  # an object is copied and compared, the manifest does not list it
             return stored
 
         with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="mirror") as threads:
