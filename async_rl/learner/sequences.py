@@ -138,6 +138,19 @@ class TrainSequence(TokenColumns[np.ndarray]):
         return after_update([self.versions])[0]
 
 
+def train_sequence(
+    sequence_id: int, token_ids: Sequence[int] | np.ndarray, loss_mask: np.ndarray, *, temperature: float = 1.0,
+    **fields: Any,
+) -> TrainSequence:  # fmt: skip
+    """Return a sequence for which nothing else is known: zeros stand in the columns that are not among ``fields``."""
+    required = (name for name, column in COLUMNS.items() if not column.is_optional)
+    zeros = {name: np.zeros(len(token_ids), COLUMNS[name].dtype) for name in required}
+    return TrainSequence(
+        sequence_id=sequence_id, token_ids=np.asarray(token_ids, np.int32), loss_mask=loss_mask,
+        temperature=temperature, **{**zeros, **fields},
+    )  # fmt: skip
+
+
 def after_update(versions: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Return ``TrainSequence.after_update`` of sequences with these ``versions``."""
     together = np.concatenate(versions)

@@ -21,7 +21,7 @@ from async_rl.data.chat import context_length, load_tokenizer
 from async_rl.data.vocabulary import vocabulary_digest
 from async_rl.learner.data.packing import MicroBatch, by_sequence, pack
 from async_rl.learner.model.policy_model import PolicyModel, load_model, to_device
-from async_rl.learner.sequences import TrainSequence
+from async_rl.learner.sequences import train_sequence
 from async_rl.scorer.client.messages import Received, TokensQuestion
 from async_rl.scorer.model_files import model_digest
 from async_rl.scorer.server import Scored
@@ -54,7 +54,10 @@ class Teacher:
             if not found[index]:
                 by_top_k.setdefault(received.message.top_k, []).append(index)
         for top_k, indices in by_top_k.items():
-            sequences = [_sequence(index, questions[index]) for index in indices]
+            sequences = [
+                train_sequence(index, *questions[index].arrays, temperature=questions[index].message.temperature)
+                for index in indices
+            ]
             longest = max(len(sequence.token_ids) for sequence in sequences)
             parts = pack(sequences, max_tokens=max(longest, self._max_tokens), num_ranks=1, packing="padded")
             scored = [self._scored(micro_batch, top_k) for micro_batch in parts[0]]
@@ -96,17 +99,3 @@ class Teacher:
             logprobs.append(torch.cat([logprobs_CV.gather(-1, targets_C[:, None]), top.values], dim=-1))
             top_ids.append(top.indices.int())
         return torch.cat(logprobs).cpu().numpy(), torch.cat(top_ids).cpu().numpy()
-
-
-def _sequence(index: int, received: Received) -> TrainSequence:
-    token_ids, loss_mask = received.arrays
-    zeros = np.zeros(len(token_ids), np.float32)
-    return TrainSequence(
-        sequence_id=index,
-        token_ids=token_ids,
-        loss_mask=loss_mask,
-        behavior_logprobs=zeros,
-        versions=np.zeros(len(token_ids), np.int32),
-        advantages=zeros,
-        temperature=received.message.temperature,
-    )

@@ -19,8 +19,8 @@ import numpy as np
 from async_rl.data.values import truth
 from async_rl.errors import DataError
 from async_rl.extensions.offline.forms import Text, labelled_parts, pair_parts
-from async_rl.extensions.offline.rows import RowEncoder, load_rows, template_fields, train_sequence
-from async_rl.learner.sequences import TrainSequence
+from async_rl.extensions.offline.rows import RowEncoder, load_rows, template_fields
+from async_rl.learner.sequences import TrainSequence, train_sequence
 
 logger = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from async_rl.data.chat import load_tokenizer
 from async_rl.errors import DataError
 from async_rl.extensions.offline.forms import pair_parts
 from async_rl.extensions.offline.pairs import EqualAnswers, Pair
-from async_rl.extensions.offline.rows import RowEncoder, load_rows, train_sequence
+from async_rl.extensions.offline.rows import RowEncoder, load_rows
 from async_rl.extensions.offline.run import Metrics, OfflineTask
 from async_rl.extensions.offline.scores import numbered, summed_in_chunks
 from async_rl.extensions.offline.slopes import SlopeObjective, sequence_slopes
@@ -39,7 +39,7 @@ from async_rl.learner.interface import Engine, UpdateStats
 from async_rl.learner.losses.objective import Objective
 from async_rl.learner.optimizers.optimizer import Schedule
 from async_rl.learner.ranks import Ranks
-from async_rl.learner.sequences import TrainSequence
+from async_rl.learner.sequences import TrainSequence, train_sequence
 
 logger = logging.getLogger(__name__)
 

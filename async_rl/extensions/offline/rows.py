@@ -31,7 +31,7 @@ from async_rl.data.values import is_absent, kind
 from async_rl.errors import DataError, ModelError
 from async_rl.extensions.offline.forms import Text
 from async_rl.extensions.offline.turns import Segments, TurnSplitter
-from async_rl.learner.sequences import TrainSequence
+from async_rl.learner.sequences import TrainSequence, train_sequence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -382,17 +382,3 @@ def digest_of(sequences: Iterable[TrainSequence], figures: Sequence[float] = ())
     if any(figures):
         hasher.update(np.array(figures, dtype="<f8").tobytes())
     return hasher.hexdigest()
-
-
-def train_sequence(index: int, token_ids: Sequence[int] | np.ndarray, loss_mask: np.ndarray) -> TrainSequence:
-    """Return a sequence that was not sampled by a policy: there are no behavior logprobs and no advantages."""
-    size = len(token_ids)
-    return TrainSequence(
-        sequence_id=index,
-        token_ids=np.array(token_ids, dtype=np.int32),
-        loss_mask=loss_mask,
-        behavior_logprobs=np.zeros(size, dtype=np.float32),
-        versions=np.zeros(size, dtype=np.int32),
-        advantages=np.zeros(size, dtype=np.float32),
-        temperature=1.0,
-    )

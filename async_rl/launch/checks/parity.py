@@ -126,19 +126,13 @@ def _sample(config: Config, backend: Backend, prompts: Sequence[Any]) -> list[Sa
 
 
 def _to_sequence(index: int, sample: Sampled, temperature: float) -> Any:
-    from async_rl.learner.sequences import TrainSequence
+    from async_rl.learner.sequences import train_sequence
 
-    num_prompt, num_sampled = len(sample.prompt_ids), len(sample.token_ids)
-    size = num_prompt + num_sampled
-    behavior = np.zeros(size, np.float32)
-    behavior[num_prompt:] = sample.logprobs
-    return TrainSequence(
-        sequence_id=index,
-        token_ids=np.concatenate([sample.prompt_ids, sample.token_ids]).astype(np.int32),
-        loss_mask=np.arange(size) >= num_prompt,
-        behavior_logprobs=behavior,
-        versions=np.zeros(size, np.int32),
-        advantages=np.zeros(size, np.float32),
-        temperature=temperature,
+    token_ids = np.concatenate([sample.prompt_ids, sample.token_ids])
+    is_sampled = np.arange(len(token_ids)) >= len(sample.prompt_ids)
+    behavior = np.zeros(len(token_ids), np.float32)
+    behavior[is_sampled] = sample.logprobs
+    return train_sequence(
+        index, token_ids, is_sampled, temperature=temperature, behavior_logprobs=behavior,
         sampling_mask=sample.sampling_mask,
-    )
+    )  # fmt: skip

@@ -21,7 +21,7 @@ from async_rl.errors import WireError
 from async_rl.learner.data.balance import Sizes, Work, dealt, packed_bins, padded_bins
 from async_rl.learner.data.beginnings import Computed, beginnings, computed, num_shared, sorted_by_key
 from async_rl.learner.interface import PaddedCost
-from async_rl.learner.sequences import COLUMNS, TokenColumns, TrainSequence, after_update, bounds_of
+from async_rl.learner.sequences import COLUMNS, TokenColumns, TrainSequence, after_update, bounds_of, train_sequence
 from async_rl.net.wire import SAME_VERSION
 from async_rl.sampling_mask import NOTHING_LEFT_OUT, SamplingMask, join
 
@@ -163,15 +163,7 @@ def dummy_micro_batch() -> MicroBatch:
     """Return a micro-batch of one token without predictions. A rank without work runs it, because the collectives
     need it.
     """
-    nothing = TrainSequence(
-        sequence_id=_DUMMY_ID,
-        token_ids=np.zeros(1, dtype=np.int32),
-        loss_mask=np.zeros(1, dtype=np.bool_),
-        behavior_logprobs=np.zeros(1, dtype=np.float32),
-        versions=np.zeros(1, dtype=np.int32),
-        advantages=np.zeros(1, dtype=np.float32),
-        temperature=1.0,
-    )
+    nothing = train_sequence(_DUMMY_ID, [0], np.zeros(1, np.bool_))
     return _micro_batches([nothing], [_span(nothing)], [[0]])[0]
 
 

@@ -34,7 +34,7 @@ from async_rl.learner.data.batch import PreparedBatch, leave_out
 from async_rl.learner.interface import Engine
 from async_rl.learner.loop.parts import StepPart
 from async_rl.learner.loop.step_result import StepResult
-from async_rl.learner.sequences import TrainSequence
+from async_rl.learner.sequences import TrainSequence, train_sequence
 from async_rl.net.wire import SAME_VERSION
 from async_rl.queue.client.clients import LearnerQueue
 from async_rl.queue.messages import Acked, Batch, TakenGroup
@@ -367,15 +367,8 @@ def probe_sequence_of(sequence: TrainSequence) -> ProbeSequence:
 def to_train(index: int, probe: ProbeSequence, version: int, temperature: float) -> TrainSequence:
     """Return the sequence of a probe in the form that ``Engine.score`` takes."""
     size = len(probe.token_ids)
-    return TrainSequence(
-        sequence_id=index,
-        token_ids=probe.token_ids,
-        loss_mask=np.arange(size) >= size - probe.num_scored,
-        behavior_logprobs=np.zeros(size, np.float32),
-        versions=np.full(size, version, np.int32),
-        advantages=np.zeros(size, np.float32),
-        temperature=temperature,
-    )
+    is_scored, versions = np.arange(size) >= size - probe.num_scored, np.full(size, version, np.int32)
+    return train_sequence(index, probe.token_ids, is_scored, temperature=temperature, versions=versions)
 
 
 def _behavior(sequences: Sequence[TrainSequence]) -> np.ndarray:

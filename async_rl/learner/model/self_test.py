@@ -29,7 +29,7 @@ from async_rl.attention_limits import NARROW_WINDOW, narrow_windows
 from async_rl.errors import ModelError
 from async_rl.learner.data.packing import Packing, pack
 from async_rl.learner.model.policy_model import DeviceBatch, PolicyModel, to_device
-from async_rl.learner.sequences import TrainSequence
+from async_rl.learner.sequences import TrainSequence, train_sequence
 
 VALUE_TOLERANCE = 1e-4
 """Largest allowed difference of a module's outputs, relative to their largest absolute value. Float32 rounding in a sum
@@ -173,20 +173,7 @@ def _sequences(vocab_size: int, *, neighbours_seed: int = 1, copies: int = 1) ->
         texts.append((tokens(others, _LONE_TOKENS), 1))
         texts += [(np.concatenate([prompt, tokens(others, count)]), _PROMPT_TOKENS) for count in _ANSWER_TOKENS]
     texts.append((tokens(others, NARROW_WINDOW * 2 - 1), 1))
-    return [_sequence(index, ids, start) for index, (ids, start) in enumerate(texts)]
-
-
-def _sequence(index: int, token_ids: np.ndarray, start: int) -> TrainSequence:
-    zeros = np.zeros(len(token_ids), dtype=np.float32)
-    return TrainSequence(
-        sequence_id=index,
-        token_ids=token_ids,
-        loss_mask=np.arange(len(token_ids)) >= start,
-        behavior_logprobs=zeros,
-        versions=zeros.astype(np.int32),
-        advantages=zeros,
-        temperature=1.0,
-    )
+    return [train_sequence(index, ids, np.arange(len(ids)) >= start) for index, (ids, start) in enumerate(texts)]
 
 
 # Run the model on the micro-batch and on each sequence alone.

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from async_rl.extensions.offline.reference import reference_logprobs
-from async_rl.extensions.offline.rows import train_sequence
 from async_rl.extensions.offline.tasks import train
 from async_rl.learner.interface import Engine, PolicyScores
-from async_rl.learner.sequences import TrainSequence
+from async_rl.learner.sequences import TrainSequence, train_sequence
 from tests.extensions.offline.offline_run import exported, metrics, offline_config
 
 
