@@ -5,6 +5,9 @@ message of a ``UserError`` and exits with code 2. After any other error, a proce
 goes on. Each message says what was expected, what was found, where, and what to do.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class AsyncRLError(Exception):
     """Base class of all errors that async-rl raises on purpose."""
@@ -145,3 +148,12 @@ class OwnCodeError(UserError, TrainingError):
 
 class ParityError(TrainingError):
     """A generator and the learner compute different log-probabilities for the same tokens and the same weights."""
+
+
+@contextmanager
+def naming(key: str, kind: type[UserError]) -> Iterator[None]:
+    """Let the message of an error of this ``kind`` begin with the config key ``key``, in place of ``model.path``."""
+    try:
+        yield
+    except kind as error:
+        raise kind(f"{key}: {str(error).removeprefix('model.path: ')}") from error

@@ -13,7 +13,7 @@ import torch
 from async_rl.config.config import Config
 from async_rl.config.scorer import ScorerConfig
 from async_rl.data.chat import model_directory
-from async_rl.errors import AddressError, ConfigError, ModelError
+from async_rl.errors import AddressError, ConfigError, ModelError, naming
 from async_rl.net.address import refuse_open_bind
 from async_rl.net.keys import ServerKeys
 from async_rl.output import logged
@@ -40,10 +40,8 @@ def run_scorer(config: Config, name: str | None, *, insecure: bool) -> None:
     name = _chosen(config, name)
     scorer = config.scorer[name]
     keys = None if config.queue.keys is None else ServerKeys.load(config.queue.keys)
-    try:
+    with naming(f"scorer.{name}.address", AddressError):
         refuse_open_bind(scorer.address, insecure=insecure, has_keys=keys is not None)
-    except AddressError as error:
-        raise AddressError(f"scorer.{name}.address: {error}") from None
     with logged(logger, f"loading the model {scorer.model}"):
         model = load_scorer(config, name)
     check_digest(RunDir(Path(config.run.dir)), name, model.digest, scorer.digest)
@@ -85,13 +83,11 @@ def load_scorer(config: Config, name: str) -> ScoringModel:
     if scorer.backend == "vllm":
         prepare_process(f"scorer.{name}.backend")
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    try:
+    with naming(f"scorer.{name}.model", ModelError):
         directory = model_directory(scorer.model, weights=True)
         rewards = partial(RewardModel, arguments=config.data.content_argument)
         kind = rewards if name == config.reward.model else Teacher
         return kind(directory, scorer, device=device, dtype=_dtype(scorer, device))
-    except ModelError as error:
-        raise ModelError(f"scorer.{name}.model: {str(error).removeprefix('model.path: ')}") from error
 
 
 def _dtype(scorer: ScorerConfig, device: torch.device) -> torch.dtype:

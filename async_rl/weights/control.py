@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from async_rl.errors import AddressError, WeightsError, WireError
+from async_rl.errors import AddressError, WeightsError, WireError, naming
 from async_rl.net.address import url_host
 from async_rl.net.caller import Caller
 from async_rl.net.codec import decode_as
@@ -306,13 +306,11 @@ class MemberSocket:
         self, bind_host: str, host: str, keys: ServerKeys | None, ports: Sequence[int] | None = None
     ) -> None:  # fmt: skip
         self.num_malformed = 0
-        try:
+        with naming("weights.port", AddressError):
             self._service = Service(
                 bind_host, ports or (0,), keys, Peer, max_bytes=TO_PUBLISHER_LIMITS.max_bytes,
                 receive_mark=_HIGH_WATER_MARK, send_mark=_HIGH_WATER_MARK,
             )  # fmt: skip
-        except AddressError as error:
-            raise AddressError(f"weights.port: {error}") from error
         self.port = self._service.port
         self.address = channel(f"tcp://{url_host(host)}:{self.port}", keys.public if keys else None)
 

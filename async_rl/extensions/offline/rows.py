@@ -28,7 +28,7 @@ from async_rl.data.template_forms import call_arguments, called_function, joined
 from async_rl.data.tool_nulls import without_table_nulls
 from async_rl.data.turn_end import TurnEnds, turn_ends
 from async_rl.data.values import is_absent, kind
-from async_rl.errors import DataError, ModelError
+from async_rl.errors import DataError, ModelError, naming
 from async_rl.extensions.offline.forms import Text
 from async_rl.extensions.offline.turns import Segments, TurnSplitter
 from async_rl.learner.sequences import TrainSequence, train_sequence
@@ -67,10 +67,8 @@ def load_rows(
 
 def read_rows(source: str, key: str, ignore: Collection[str] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield each row as a pair (its place, its fields). Messages and tools may be JSON text, as in CSV."""
-    try:
+    with naming(key, DataError):
         dataset = Source(source)
-    except DataError as error:
-        raise DataError(f"{key}: {error}") from None
     for where, row in dataset.records():
         if isinstance(row, DataError):
             raise DataError(f"{row}; correct the row")

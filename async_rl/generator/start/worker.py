@@ -39,7 +39,7 @@ from async_rl.config.loading import (
 from async_rl.data.answer_text import answer_decoder
 from async_rl.data.chat import load_tokenizer
 from async_rl.data.turn_end import turn_ends
-from async_rl.errors import AddressError, ConfigError, QueueError, RewardError
+from async_rl.errors import AddressError, ConfigError, QueueError, RewardError, naming
 from async_rl.generator.backend import Backend, MultiRankBackend
 from async_rl.generator.loop import Device, Queue, WeightsReceiver, Worker
 from async_rl.generator.rollouts import ThreadGrader
@@ -186,10 +186,8 @@ def refuse_open_scorers(config: Config, *, insecure: bool, has_keys: bool, has_t
     """
     names = [name for key, name in config.scorers_by_use.items() if has_teachers or key == "reward.model"]
     for name in dict.fromkeys(names):
-        try:
+        with naming(f"scorer.{name}.address", AddressError):
             refuse_open_connect(config.scorer[name].address, insecure=insecure, has_keys=has_keys)
-        except AddressError as error:
-            raise AddressError(f"scorer.{name}.address: {error}") from None
 
 
 def build_grader(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from async_rl.config.config import Config
 from async_rl.config.queue import QueueConfig
-from async_rl.errors import AddressError
+from async_rl.errors import AddressError, naming
 from async_rl.launch.checks.finding import Finding
 from async_rl.net.address import (
     advertised_address,
@@ -131,11 +131,9 @@ def check_own_address(address: str, key: str, config: Config, *, insecure: bool)
         AddressError: the address is in use, belongs to another machine, or is open to a network without keys. ``key``
             is named.
     """
-    try:
+    with naming(key, AddressError):
         refuse_open_bind(address, insecure=insecure, has_keys=config.queue.keys is not None)
         _try_bind(address)
-    except AddressError as error:
-        raise AddressError(f"{key}: {error}") from None
 
 
 def scorers_away(config: Config) -> Iterator[Finding]:

@@ -13,7 +13,7 @@ from async_rl.data.chat import context_length, count_unknown, load_tokenizer, re
 from async_rl.data.dataset import LoadedRows, Row, load_rows_of, load_train_rows
 from async_rl.data.spellings import GUARD, control_of
 from async_rl.data.vocabulary import check_embedded, num_beyond
-from async_rl.errors import ConfigError, DataError
+from async_rl.errors import ConfigError, DataError, naming
 from async_rl.launch.checks.finding import Finding
 from async_rl.output import size_text
 from async_rl.queue.server.settings import settings_of
@@ -43,14 +43,12 @@ def load_all_rows(config: Config) -> dict[str, LoadedRows]:
         DataError: a file is missing, or a row is malformed. The message names the config key, the file and the line.
     """
     check_train_is_set(config)
-    key = TRAIN
-    try:
-        loaded = {key: load_train_rows(config)}
-        for name, source in config.data.eval.items():
-            key = f"data.eval.{name}"
+    with naming(TRAIN, DataError):
+        loaded = {TRAIN: load_train_rows(config)}
+    for name, source in config.data.eval.items():
+        key = f"data.eval.{name}"
+        with naming(key, DataError):
             loaded[key] = load_rows_of(config, source)
-    except DataError as error:
-        raise DataError(f"{key}: {error}") from None
     return loaded
 
 

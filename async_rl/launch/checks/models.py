@@ -20,7 +20,7 @@ from async_rl.data.chat import (
 from async_rl.data.dataset import Row
 from async_rl.data.turn_end import turn_ends
 from async_rl.data.vocabulary import vocabulary_digest
-from async_rl.errors import ModelError
+from async_rl.errors import ModelError, naming
 from async_rl.launch.checks.addresses import check_own_address
 from async_rl.launch.checks.finding import Finding
 
@@ -61,10 +61,8 @@ def check_critic(config: Config) -> Iterator[Finding]:
     """
     if not config.has_critic_model or config.critic.path is None:
         return
-    try:
+    with naming("critic.path", ModelError):
         check_precision(model_directory(config.critic.path), config.model.dtype)
-    except ModelError as error:
-        raise ModelError(f"critic.path: {str(error).removeprefix('model.path: ')}") from None
     yield Finding("critic", "OK", config.critic.path)
 
 
@@ -104,14 +102,12 @@ def check_scorers(config: Config, *, insecure: bool) -> Iterator[Finding]:
         if not scorer.launch:
             continue
         check_own_address(scorer.address, f"scorer.{name}.address", config, insecure=insecure)
-        try:
+        with naming(f"scorer.{name}.model", ModelError):
             directory = model_directory(scorer.model)
             if key == "reward.model":
                 check_reward_model(directory)
             else:
                 check_teacher(directory, config.model.path)
-        except ModelError as error:
-            raise ModelError(f"scorer.{name}.model: {str(error).removeprefix('model.path: ')}") from None
         yield Finding(f"scorer.{name}", "OK", f"{directory}, at {scorer.address}")
 
 

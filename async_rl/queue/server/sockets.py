@@ -20,7 +20,7 @@ import zmq
 
 from async_rl.config.queue import QueueConfig
 from async_rl.config.run import ExperimentalConfig
-from async_rl.errors import AddressError, QueueError, WireError
+from async_rl.errors import AddressError, QueueError, WireError, naming
 from async_rl.net.address import advertised_address, check_address, refuse_open_bind, url_host
 from async_rl.net.keys import DEFAULT_CLIENT, ServerKeys
 from async_rl.net.service import Peer, Service
@@ -78,14 +78,12 @@ class Endpoint:
         refuse_open_bind(address, insecure=insecure, has_keys=config.keys is not None)
         host, port = check_address(address)
         shown_host, shown_port = check_address(advertised_address(address, config.advertise))
-        try:
+        with naming("queue.address", AddressError):
             self._service = Service(
                 host, [port] if port or last_port is None else [last_port, port],
                 None if config.keys is None else ServerKeys.load(config.keys), Peer,
                 max_bytes=self.limits.wire.max_bytes, receive_mark=RECEIVE_HIGH_WATER_MARK,
             )  # fmt: skip
-        except AddressError as error:
-            raise AddressError(f"queue.address: {error}") from error
         self.address = f"tcp://{url_host(shown_host)}:{shown_port or self._service.port}"
 
     def register(self, poller: zmq.Poller) -> None:

@@ -20,7 +20,7 @@ from types import FrameType
 import zmq
 
 from async_rl.config.config import Config
-from async_rl.errors import AddressError, ConfigError, WireError
+from async_rl.errors import AddressError, ConfigError, WireError, naming
 from async_rl.extensions.agents.relay import messages
 from async_rl.extensions.agents.relay.messages import (
     FOR_RELAY,
@@ -208,10 +208,8 @@ def run_relay(config: Config, *, insecure: bool) -> None:
     if config.environment.relay is None:
         raise ConfigError("environment.relay: expected the address of the relay, got none; set it")
     keys = None if config.queue.keys is None else ServerKeys.load(config.queue.keys)
-    try:
+    with naming("environment.relay", AddressError):
         refuse_open_bind(config.environment.relay, insecure=insecure, has_keys=keys is not None)
-    except AddressError as error:
-        raise AddressError(f"environment.relay: {error}") from None
     run_dir, began_s = RunDir(Path(config.run.dir)), time.time()
     stopped: list[int] = []
 
