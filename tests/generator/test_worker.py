@@ -542,26 +542,20 @@ class SlowGrader(InlineGrader):
 
     def __init__(self, call_s: float) -> None:
         super().__init__(grade)
-        self.call_s, self.began_s, self.num_held = call_s, 0.0, 0
+        self.call_s, self.began_s = call_s, 0.0
         self.clock = Clock()
 
     @property
-    def num_pending(self) -> int:
-        return self.num_held
-
-    @property
     def calls_s(self) -> tuple[float, ...]:
-        return (self.clock.now_s - self.began_s,) if self.num_held else ()
+        return (self.clock.now_s - self.began_s,) if self.num_pending else ()
 
     def submit(self, lease: Any, sample: Any) -> None:
-        self.began_s = self.began_s if self.num_held else self.clock.now_s
-        self.num_held += 1
+        self.began_s = self.began_s if self.num_pending else self.clock.now_s
         super().submit(lease, sample)
 
     def collect(self) -> list[Graded]:
-        if not self.num_held or self.calls_s[0] < self.call_s:
+        if not self.num_pending or self.calls_s[0] < self.call_s:
             return []
-        self.num_held = 0
         return super().collect()
 
 
