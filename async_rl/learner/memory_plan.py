@@ -3,7 +3,7 @@
 The peak is in the second micro-batch of a step, when all gradients are there: ``plan_memory`` adds weights, gradients
 and the optimizer's state, which ranks divide, to the parameters that a rank has gathered, and to a micro-batch's
 activations or its logits. A test compares it with the tensors that the engine has alive. Called by the doctor; the
-tables of docs/scaling.md are made of it (``launch/checks/scaling.py``).
+tables of docs/scaling.md are made of it (``benchmarks/memory_table.py``).
 
 It knows decoders of attention and a gated MLP or experts: Llama, Mistral, Qwen2, Qwen3, Gemma and the like.
 """

@@ -9,8 +9,8 @@ from typing import Any
 from async_rl.config.config import Config
 from async_rl.config.parallel import Layout, ParallelConfig
 from async_rl.launch.checks.learner_memory import needed_bytes, propose, shape_of
-from async_rl.launch.checks.scaling import DEVICE_BYTES, ROWS, markdown, memory
 from async_rl.learner.memory_plan import ModelShape, plan_memory
+from benchmarks.memory_table import DEVICE_BYTES, ROWS, markdown, memory
 from tests.learner.tiny import tiny_config, tiny_model
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -79,5 +79,5 @@ def test_a_layout_that_the_model_can_have_is_proposed_where_settings_do_not_help
 
 def test_the_table_of_the_page_is_current_and_all_of_it_fits():
     page = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
-    assert markdown() in page, "the page ends with what python -m async_rl.launch.checks.scaling prints"
+    assert markdown() in page, "the page ends with what python -m benchmarks.memory_table prints"
     assert all(memory(*row)[-1] <= DEVICE_BYTES for row in ROWS)

@@ -1,4 +1,4 @@
-"""The table of docs/scaling.md: ``python -m async_rl.launch.checks.scaling`` prints it. A test compares them."""
+"""The table of docs/scaling.md: ``python -m benchmarks.memory_table`` prints it. A test compares them."""
 
 from __future__ import annotations
 
@@ -91,4 +91,4 @@ def _layout(sizes: Layout) -> str:
 
 
 if __name__ == "__main__":
-    print(markdown(), end="")  # noqa: T201
+    print(markdown(), end="")
