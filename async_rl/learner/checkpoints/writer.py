@@ -10,7 +10,6 @@ commit removes no newer checkpoint. ``remove_leftovers``, which the newer learne
 temporary files, so the older learner's last renames fail.
 
 The trainer, and what trains on given rows, have a ``CheckpointWriter`` on rank 0, which writes in the background.
-``write_checkpoint`` returns when the checkpoint is committed.
 """
 
 from __future__ import annotations
@@ -198,23 +197,6 @@ def _complete(partial: Path, save: Callable[[], None]) -> float:
     write_manifest(partial)
     _flush(partial)
     return time.monotonic()
-
-
-def write_checkpoint(
-    engine: Engine, run_dir: Path, step: int, extra: Mapping[str, Any], *, keep_last: int, lineage: str,
-    confirm: Callable[[], None],
-) -> Path:  # fmt: skip
-    """Save the engine and ``extra`` as the checkpoint of ``step``, and commit it. Returns its directory.
-
-    Afterwards only the newest ``keep_last`` checkpoints (at least 1) up to ``step`` are left. For the other arguments,
-    and what it raises, see ``CheckpointWriter``.
-    """
-    config = CheckpointConfig(keep_last=keep_last, asynchronous=False)
-    writer = CheckpointWriter(engine, run_dir, config, lineage=lineage, confirm=confirm)
-    writer.begin(step, extra)
-    committed = writer.poll()
-    assert committed is not None
-    return committed.path
 
 
 def commit_latest(run_dir: Path, name: str, lineage: str, confirm: Callable[[], None]) -> None:

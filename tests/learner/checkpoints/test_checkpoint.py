@@ -17,10 +17,10 @@ from async_rl.config.run import CheckpointConfig
 from async_rl.errors import LineageError, RunError
 from async_rl.learner.checkpoints import files, writer
 from async_rl.learner.checkpoints.files import latest_checkpoint, read_extra, reading, resolve_checkpoint, write_extra
-from async_rl.learner.checkpoints.writer import CheckpointWriter, remove_leftovers, write_checkpoint
+from async_rl.learner.checkpoints.writer import CheckpointWriter, remove_leftovers
 from async_rl.learner.interface import Engine
 from tests.forked import Forked, preload
-from tests.learner.saves_at_once import SavesAtOnce
+from tests.learner.saves_at_once import SavesAtOnce, write_checkpoint
 
 preload("async_rl.learner.checkpoints.writer")
 
@@ -57,8 +57,8 @@ def write(
 ) -> Path:  # fmt: skip
     confirm = partial((owner or Owner(lineage)).confirm, lineage)
     return write_checkpoint(
-        cast(Engine, engine or FileEngine()), run_dir, step, {"step": step} if extra is None else extra,
-        keep_last=keep_last, lineage=lineage, confirm=confirm,
+        engine or FileEngine(), run_dir, step, {"step": step} if extra is None else extra, keep_last=keep_last,
+        lineage=lineage, confirm=confirm,
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from random import Random
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -20,13 +20,11 @@ from async_rl.learner.checkpoints.digests import find_damage
 from async_rl.learner.checkpoints.files import read_extra, write_extra, write_model_files
 from async_rl.learner.checkpoints.resume import find_resume_point, take_over
 from async_rl.learner.checkpoints.stored_tensors import TrainingState, load_training_state, write_training_state
-from async_rl.learner.checkpoints.writer import write_checkpoint
 from async_rl.learner.export.model import export_checkpoint
-from async_rl.learner.interface import Engine
 from async_rl.learner.ranks import Place, Ranks
 from tests.damage import damage
 from tests.examples import is_full
-from tests.learner.saves_at_once import SavesAtOnce
+from tests.learner.saves_at_once import SavesAtOnce, write_checkpoint
 
 RANKS = Ranks(Place(0, 0, 1), torch.device("cpu"), None)
 NUM_PLACES = 60
@@ -50,10 +48,7 @@ class TensorEngine(SavesAtOnce):
 
 
 def write(run_dir: Path, step: int, *, lineage: str = "l1") -> Path:
-    return write_checkpoint(
-        cast(Engine, TensorEngine(step)), run_dir, step, {"step": step}, keep_last=2, lineage=lineage,
-        confirm=lambda: None,
-    )  # fmt: skip
+    return write_checkpoint(TensorEngine(step), run_dir, step, {"step": step}, keep_last=2, lineage=lineage)
 
 
 def check_whole(checkpoint: Path) -> int:

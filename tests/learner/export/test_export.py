@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from async_rl.errors import RunError
-from async_rl.learner.checkpoints.writer import write_checkpoint
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.export import model as export
 from async_rl.learner.export.model import export_checkpoint
 from tests.learner.model.reference import engine_of
+from tests.learner.saves_at_once import write_checkpoint
 from tests.learner.tiny import random_sequences, tiny_config, tiny_model
 
 TOKEN_IDS = torch.arange(4, 20)[None]
@@ -24,7 +24,7 @@ def trained_checkpoint(root: Path, *, tied: bool = True) -> tuple[FsdpEngine, Pa
     tiny_model(root / "model", tied=tied)
     engine = engine_of(tiny_config(root, "model", optimizer={"lr": 1e-2}))
     assert engine.update(random_sequences(4, 12), version=0).stepped
-    return engine, write_checkpoint(engine, root / "run", 1, {}, keep_last=1, lineage="l1", confirm=lambda: None)
+    return engine, write_checkpoint(engine, root / "run", 1, {})
 
 
 def test_an_export_lists_every_token_that_ends_a_turn_and_keeps_the_generation_config(tmp_path: Path):
@@ -34,7 +34,7 @@ def test_an_export_lists_every_token_that_ends_a_turn_and_keeps_the_generation_c
     template = (model / "chat_template.jinja").read_text().replace("<|end|>", "<|system|>")
     (model / "chat_template.jinja").write_text(template)
     engine = engine_of(tiny_config(tmp_path, "model"))
-    checkpoint = write_checkpoint(engine, tmp_path / "run", 1, {}, keep_last=1, lineage="l1", confirm=lambda: None)
+    checkpoint = write_checkpoint(engine, tmp_path / "run", 1, {})
     export_checkpoint(checkpoint, tmp_path / "out")
     found = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert found == {"eos_token_id": [0, 7, 1], "top_p": 0.5}  # <|system|> is token 1
