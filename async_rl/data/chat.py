@@ -364,9 +364,10 @@ def model_settings(path: str | Path) -> dict[str, Any]:
         ) from error
 
 
-def _in_text(config: Mapping[str, Any], key: str) -> Any:
-    """Return the value of ``key`` in ``config``, or else in its part about text. None if neither has it."""
-    return config.get(key, (config.get("text_config") or {}).get(key))
+def _number_in(config: Mapping[str, Any], key: str) -> int | None:
+    """Return the number ``key`` of ``config``, or else of its part about text. None if neither has one."""
+    found = config.get(key, (config.get("text_config") or {}).get(key))
+    return found if isinstance(found, int) else None
 
 
 def vocabulary_size(path: str | Path) -> int | None:
@@ -377,8 +378,7 @@ def vocabulary_size(path: str | Path) -> int | None:
     Raises:
         ModelError: there is no model at ``path`` (see ``model_directory``), or ``config.json`` can't be read.
     """
-    found = _in_text(model_settings(path), "vocab_size")
-    return found if isinstance(found, int) else None
+    return _number_in(model_settings(path), "vocab_size")
 
 
 def stated_vocabulary_size(config_json: bytes) -> int | None:
@@ -387,8 +387,7 @@ def stated_vocabulary_size(config_json: bytes) -> int | None:
     Raises:
         ValueError: ``config_json`` is not JSON.
     """
-    found = _in_text(json.loads(config_json), "vocab_size")
-    return found if isinstance(found, int) else None
+    return _number_in(json.loads(config_json), "vocab_size")
 
 
 def model_routing(path: str | Path) -> RoutingShape:
@@ -407,8 +406,7 @@ def context_length(path: str | Path) -> int | None:
     Raises:
         ModelError: there is no model at ``path`` (see ``model_directory``), or ``config.json`` can't be read.
     """
-    found = _in_text(model_settings(path), "max_position_embeddings")
-    return found if isinstance(found, int) else None
+    return _number_in(model_settings(path), "max_position_embeddings")
 
 
 def check_precision(directory: Path, dtype: str = "auto") -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
@@ -167,21 +168,17 @@ def _build_transformers(directory: Path, config: Config, *, device: str | None, 
     )
 
 
-def _build_vllm(directory: Path, config: Config, *, device: str | None, load_pretrained: bool) -> Backend:
+def _build_vllm(
+    directory: Path, config: Config, *, device: str | None, load_pretrained: bool, can_sleep: bool = False
+) -> Backend:
     from async_rl.generator.vllm.backend import VllmBackend
 
-    return VllmBackend.from_files(directory, config, device=device or "cpu")
-
-
-def _build_sleeping_vllm(directory: Path, config: Config, *, device: str | None, load_pretrained: bool) -> Backend:
-    from async_rl.generator.vllm.backend import VllmBackend
-
-    return VllmBackend.from_files(directory, config, device=device or "cpu", can_sleep=True)
+    return VllmBackend.from_files(directory, config, device=device or "cpu", can_sleep=can_sleep)
 
 
 FACTORIES: Mapping[str, BackendFactory] = MappingProxyType(
     {"vllm": _build_vllm, "transformers": _build_transformers, "fake": _build_fake}
 )
 """The same names as in ``config.generator.BACKENDS``."""
-SLEEPING: Mapping[str, BackendFactory] = MappingProxyType({**FACTORIES, "vllm": _build_sleeping_vllm})
+SLEEPING: Mapping[str, BackendFactory] = MappingProxyType({**FACTORIES, "vllm": partial(_build_vllm, can_sleep=True)})
 """The same backends for devices that do other work at times. Those that compute only in ``step`` are no different."""
