@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from typing import Any, TypeVar
 import tomli_w
 
 from tests import forked_roles
+from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 _T = TypeVar("_T")
@@ -115,12 +115,6 @@ def start_ranks(start: Callable[..., Role], config: Path, world_size: int) -> li
         start(f"learner-{rank}", "learner", str(config), env={**rendezvous, "RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank in range(world_size)
     ]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def write_config(path: Path, config: Mapping[str, Any]) -> Path:

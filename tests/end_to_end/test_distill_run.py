@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from async_rl.extensions.quickstart import sums
 from tests.end_to_end.harness import check_ledger, metrics, roles, steps, write_config
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
-from tests.scorer.client.scripted import free_address
+from tests.ports import free_address
 
 TOP_K = {"teacher": "teacher", "form": "loss", "top_k": 4, "rewards": False}
 LAYOUTS: dict[str, dict[str, Any]] = {

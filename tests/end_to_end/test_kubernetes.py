@@ -18,8 +18,9 @@ import yaml
 from async_rl.config.loading import load_config
 from async_rl.net.keys import make_keys
 from async_rl.process.child import package_path
-from tests.end_to_end.harness import ROOT, check_ledger, free_port, roles, steps, wait_until, write_config
+from tests.end_to_end.harness import ROOT, check_ledger, roles, steps, wait_until, write_config
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
+from tests.ports import free_port
 
 FOLDER = ROOT / "deploy" / "kubernetes"
 QUEUE = "async-rl-queue:5555"

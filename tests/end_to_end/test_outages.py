@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ import pytest
 
 from tests.end_to_end.harness import check_ledger, roles, steps, write_config
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
+from tests.ports import free_port
 
 NUM_ROWS, NUM_STEPS = 120, 30
 """An epoch: each row is played at least once."""
@@ -76,9 +76,7 @@ class Tool:
     def __init__(self) -> None:
         self.num_outages, self.num_replies, self.is_closing = 0, 0, False
         self._away = threading.Event()
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            self.port = sock.getsockname()[1]
+        self.port = free_port()
         self.server = self._serve()
         self._thread = threading.Thread(target=self._live)
         self._thread.start()

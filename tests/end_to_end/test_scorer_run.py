@@ -16,7 +16,7 @@ from async_rl.extensions.quickstart import sums
 from tests.end_to_end.harness import check_ledger, metrics, processes_of, roles, steps, wait_until, write_config
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
 from tests.forked_roles import command_line
-from tests.scorer.client.scripted import free_address
+from tests.ports import free_address
 
 
 def write_reward_model(directory: Path, policy: Path) -> Path:

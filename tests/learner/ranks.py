@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 
 from tests.forked import Forked, preload
 from tests.learner.rank_scenarios import run_scenario
+from tests.ports import free_port
 
 preload("tests.learner.rank_scenarios", "async_rl.learner.engine.fsdp_engine", "transformers.models.qwen2")
 
 
 def start_ranks(scenario: str, directory: Path, *, world_size: int = 2) -> list[Forked]:
     """One process a rank."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     shared = {
         "OMP_NUM_THREADS": "1",
         "WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
     }
     return [
         Forked(run_scenario, scenario, directory, environment=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)})

@@ -13,6 +13,7 @@ import zmq
 
 from async_rl.net.keys import ClientKeys, ServerKeys, make_keys
 from async_rl.net.link import LOST_AFTER_S, Link, why_unreachable
+from tests.ports import free_port
 
 DEADLINE_S = 30.0
 
@@ -64,11 +65,6 @@ def trouble_of(link: Link) -> str:
 def wait_connected(link: Link) -> None:
     update_until(link, lambda: link.is_connected)
     assert (link.trouble, link.lost_s) == ("", 0.0)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import requests
 
 from async_rl.process.transient import is_transient
 from async_rl.process.user_code import describe_error
+from tests.ports import free_port
 
 
 def raised(call: object) -> BaseException:
@@ -20,14 +21,8 @@ def raised(call: object) -> BaseException:
     return caught.value
 
 
-def closed_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
-
-
 def test_a_service_that_refuses_is_transient_whatever_library_asks():
-    url = f"http://127.0.0.1:{closed_port()}/"
+    url = f"http://127.0.0.1:{free_port()}/"
     for call in (urllib.request.urlopen, requests.get, httpx.get):
         assert is_transient(raised(lambda call=call: call(url))), call
 

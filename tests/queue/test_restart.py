@@ -23,6 +23,7 @@ from async_rl.queue.client.clients import LearnerQueue
 from async_rl.queue.client.connection import Connection
 from async_rl.queue.messages import Ping
 from async_rl.queue.server.start import QueueRestarter, ensure_queue, finish_queue
+from tests.ports import free_address
 from tests.queue.builders import make_config
 from tests.queue.conftest import ROOT, attach
 
@@ -76,9 +77,7 @@ def test_a_server_that_can_t_have_its_port_back_is_an_error(tmp_path, monkeypatc
 
 
 def test_a_server_that_dies_of_each_request_is_not_started_for_ever():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        queue = LearnerQueue(f"tcp://127.0.0.1:{probe.getsockname()[1]}", revive=lambda: True)
+    queue = LearnerQueue(free_address(), revive=lambda: True)
     with pytest.raises(QueueError, match="died 6 times before it had answered request 'ping'"):
         queue.ping()
     queue.close()

@@ -13,7 +13,8 @@ from async_rl.rewards.records import RewardInput
 from async_rl.rewards.registry import RewardSum
 from async_rl.scorer.client.messages import Received
 from async_rl.scorer.client.scorer_client import ScorerClient
-from tests.scorer.client.scripted import RunningScorer, ScriptedModel, free_address
+from tests.ports import free_address
+from tests.scorer.client.scripted import RunningScorer, ScriptedModel
 
 AGENT = {"role": "user", "content": "2+3?"}
 PROMPT = ({"role": "user", "content": "1+1"},)

@@ -15,7 +15,7 @@ from async_rl.scorer.client.messages import Received, TextQuestion
 from async_rl.scorer.client.scorer_client import ScorerClient
 from async_rl.scorer.reward_model import RewardModel
 from tests.end_to_end.harness import Role, roles, wait_until, write_config
-from tests.scorer.client.scripted import free_address
+from tests.ports import free_address
 from tests.scorer.test_reward_model import MESSAGES, write_reward_model
 from tests.vllm.test_processes import descendants
 

@@ -19,11 +19,6 @@ from async_rl.extensions.agents.relay.server import Relay
 from async_rl.net.keys import ClientKeys, ServerKeys
 
 
-def free_address() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-
-
 @contextmanager
 def a_relay(address: str, keys: ServerKeys | None = None) -> Iterator[threading.Event]:
     """A relay that ends with the block as if it had died, or, if the event is set, at once as at the end of a run."""

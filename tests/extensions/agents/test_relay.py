@@ -16,7 +16,8 @@ from async_rl.errors import AddressError, ConfigError
 from async_rl.extensions.agents.relay import messages as wire
 from async_rl.extensions.agents.relay.server import MAX_UNSENT_BYTES, Pairing, Relay, run_relay
 from async_rl.run.directory import RunDir
-from tests.extensions.agents.programs import a_relay, free_address
+from tests.extensions.agents.programs import a_relay
+from tests.ports import free_address
 
 DEADLINE_MS = 30_000
 

@@ -17,10 +17,10 @@ from async_rl.launch.status import ask_status
 from async_rl.net.keys import ClientKeys, make_keys
 from tests.end_to_end.faults_harness import fault_config, fault_run, trained_rows
 from tests.end_to_end.harness import Role, processes_of, roles, steps, wait_until, write_config
-from tests.extensions.agents.programs import free_address
 from tests.extensions.agents.test_agents_run import FAKE, settled, trained_calls, write_agent_run
 from tests.extensions.agents.test_outside import PROGRAM
 from tests.forked_roles import command_line
+from tests.ports import free_address
 
 THREE_CALLS = (
     PROGRAM

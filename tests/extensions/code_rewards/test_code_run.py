@@ -8,7 +8,7 @@ import pytest
 
 from tests.end_to_end.harness import ROOT, check_ledger, metrics, roles, steps, wait_until, write_config
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
-from tests.scorer.client.scripted import free_address
+from tests.ports import free_address
 
 ROWS = ROOT / "tests" / "data" / "mbpp_10.jsonl"
 

@@ -28,7 +28,8 @@ from async_rl.queue.server.settings import settings_of
 from async_rl.queue.storage import journal
 from tests.launch.checks.made import OF_MODEL, OF_REWARD, made
 from tests.learner.tiny import add_token, tiny_config, tiny_model
-from tests.scorer.client.scripted import RunningScorer, ScriptedModel, free_address
+from tests.ports import free_address
+from tests.scorer.client.scripted import RunningScorer, ScriptedModel
 from tests.scorer.test_reward_model import write_reward_model
 
 

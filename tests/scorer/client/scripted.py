@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -15,14 +14,9 @@ from async_rl.scorer import server
 from async_rl.scorer.client.messages import Received
 from async_rl.scorer.client.scorer_client import ScorerClient
 from async_rl.scorer.server import Scored, ScorerServer
+from tests.ports import free_address
 
 server._LOOK_MS = 20  # so that a scripted scorer ends soon
-
-
-def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
 
 
 def score_of(future: Future[tuple[np.ndarray, ...]]) -> float:

@@ -24,7 +24,8 @@ from async_rl.scorer.client import messages
 from async_rl.scorer.client import scorer_client as client_module
 from async_rl.scorer.client.scorer_client import ScorerClient
 from tests.end_to_end.harness import wait_until
-from tests.scorer.client.scripted import RunningScorer, ScriptedModel, free_address, score_of, scoring
+from tests.ports import free_address
+from tests.scorer.client.scripted import RunningScorer, ScriptedModel, score_of, scoring
 
 LIMIT_S = 60.0
 KIB, MIB = 1 << 10, 1 << 20

@@ -11,7 +11,8 @@ from async_rl.scorer.client import scorer_client as client_module
 from async_rl.scorer.client.messages import Received
 from async_rl.scorer.client.scorer_client import ScorerClient
 from tests.end_to_end.harness import wait_until
-from tests.scorer.client.scripted import Dies, RunningScorer, ScriptedModel, free_address, score_of, scoring
+from tests.ports import free_address
+from tests.scorer.client.scripted import Dies, RunningScorer, ScriptedModel, score_of, scoring
 
 
 def test_a_question_waits_for_its_scorer_and_says_so(monkeypatch: pytest.MonkeyPatch):

@@ -19,7 +19,8 @@ from async_rl.extensions.ops.mirror.manifest import newest_manifest
 from async_rl.extensions.ops.mirror.store import Store
 from async_rl.run.directory import RunDir
 from tests.end_to_end.faults_harness import Gates, fault_config, kill_all, trained_rows
-from tests.end_to_end.harness import Role, check_ledger, free_port, metrics, roles, steps, wait_until
+from tests.end_to_end.harness import Role, check_ledger, metrics, roles, steps, wait_until
+from tests.ports import free_port
 
 NUM_ROWS = 80
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from tests.ports import free_port
 
 _RUN = {
     "id": "1", "description": "", "config": "{}", "sweepName": None,
@@ -103,6 +104,4 @@ def wandb_server() -> Iterator[WandbServer]:
 
 def closed_url() -> str:
     """Return the URL of a port at which nobody listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{probe.getsockname()[1]}"
+    return f"http://127.0.0.1:{free_port()}"
