@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import tomllib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -257,13 +258,15 @@ def parse_config(raw: Mapping[str, Any], source: str) -> Config:
     try:
         return Config.model_validate(raw)
     except ValidationError as error:
-        lines = [explain_error(detail) for detail in error.errors(include_url=False)]
+        lines = _of_alternatives(explain_error(detail) for detail in error.errors(include_url=False))
         raise ConfigError("\n".join([f"{source} is not a valid config:", *(f"  {line}" for line in lines)])) from None
 
 
 def explain_error(detail: Mapping[str, Any]) -> str:
     """Return pydantic's ``detail`` of a refused value as a message that begins with its key."""
-    key = ".".join(str(part) for part in detail["loc"] if part != "[key]")  # pydantic's mark of a table's key
+    # pydantic marks a table's key, and the alternatives of a value that may be of several kinds.
+    parts = (str(part) for part in detail["loc"] if part != "[key]")
+    key = ".".join(part for part in parts if not part.startswith(("literal[", "constrained-")))
     if detail["type"] == "extra_forbidden" and detail["loc"][-1] in _ROUTER_KEYS:
         return (
             f"{key}: losses of routers and updates of their bias are not supported, because they change the policy for "
@@ -282,9 +285,21 @@ def explain_error(detail: Mapping[str, Any]) -> str:
     message = str(detail["msg"]).removeprefix("Value error, ")
     if not key:
         return message
+    if re.match(r"[a-z_.]+: ", message):  # of one key of the table ``key``
+        return message if message.startswith(f"{key}.") else f"{key}.{message}"
     if "got " in message:
         return f"{key}: {message}"
     return f"{key}: {message[0].lower()}{message[1:]}, got {detail['input']!r}"
+
+
+def _of_alternatives(messages: Iterable[str]) -> list[str]:
+    """Make one message of those that differ only in what was expected."""
+    expected: dict[tuple[str, str], list[str]] = {}
+    for message in messages:
+        match = re.fullmatch(r"(\S+: expected )([^;]*)(, got .*)", message)
+        head, what, got = match.groups() if match else (message, "", "")
+        expected.setdefault((head, got), []).append(what)
+    return [head + " or ".join(what) + got for (head, got), what in expected.items()]
 
 
 def _first_missing(key: str) -> str:
