@@ -14,6 +14,7 @@ import pytest
 from async_rl.process.child import package_path
 from tests.end_to_end.harness import check_ledger, metrics, processes_of, wait_until, write_config
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
+from tests.processes import children_of
 
 SCRIPT = """
 set -e
@@ -62,11 +63,6 @@ def contained(volume: Path, *arguments: str) -> subprocess.Popen[bytes]:
         )
 
 
-def pid_one_of(unshare: subprocess.Popen[bytes]) -> int:
-    (child,) = Path(f"/proc/{unshare.pid}/task/{unshare.pid}/children").read_text().split()
-    return int(child)
-
-
 def logs(volume: Path) -> str:
     """All that the processes of the run said."""
     files = [volume / "launch.log", *sorted((volume / "run/logs").glob("*.log"))]
@@ -84,7 +80,8 @@ def test_a_run_needs_a_volume_alone_and_sigterm_to_pid_one_saves_its_last_step(t
     try:
         wait_until("two steps", lambda: launch.poll() is not None or last_step() >= 2)
         assert launch.poll() is None, logs(tmp_path)
-        os.kill(pid_one_of(launch), signal.SIGTERM)
+        (pid_one,) = children_of(launch.pid)
+        os.kill(pid_one, signal.SIGTERM)
         assert launch.wait(60) == 128 + signal.SIGTERM, logs(tmp_path)
     finally:
         launch.kill()

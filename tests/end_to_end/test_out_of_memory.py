@@ -14,6 +14,7 @@ import pytest
 from async_rl.run.directory import RunDir
 from tests.end_to_end.faults_harness import FaultRun, fault_config, judge, kill_all
 from tests.end_to_end.harness import roles, state_of, wait_until
+from tests.processes import children_of
 
 GROUPS = Path("/sys/fs/cgroup/memory")
 NUM_ROWS = 32
@@ -38,11 +39,6 @@ def role_of(pid: int) -> str:
     return next((word for word in words if word in ("launch", "queue", "learner", "generator")), "")
 
 
-def children_of(pid: int) -> dict[str, int]:
-    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return {role_of(int(child)): int(child) for child in found}
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("victim", ["queue", "learner", "generator"])
 def test_a_role_that_is_killed_for_memory_comes_back_and_launch_says_why(
@@ -56,7 +52,7 @@ def test_a_role_that_is_killed_for_memory_comes_back_and_launch_says_why(
             # A learner that is killed before its first checkpoint ends the run.
             saved = run.tended(lambda: RunDir(run.run_dir).latest_checkpoint)
             wait_until("the first checkpoint", saved, deadline_s=240.0)
-            pid = children_of(run.role_pid("launch"))[victim]
+            pid = next(child for child in children_of(run.role_pid("launch")) if role_of(child) == victim)
             (small_group / "cgroup.procs").write_text(str(pid))
             wait_until(f"the kill of the {victim}", lambda: state_of(pid) in (None, "Z"))
             run.finish()

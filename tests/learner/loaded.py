@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from tests.processes import anonymous_bytes
 
 MB = 1_000_000
 _LAYER: dict[str, Any] = {
@@ -27,7 +30,7 @@ class PeakAnon:
     """
 
     def __init__(self, interval_s: float = 0.002) -> None:
-        self.start_bytes = self.peak_bytes = anonymous_bytes()
+        self.start_bytes = self.peak_bytes = anonymous_bytes(os.getpid())
         self._interval_s, self._stopping = interval_s, threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
         self._thread.start()
@@ -40,13 +43,7 @@ class PeakAnon:
 
     def _sample(self) -> None:
         while not self._stopping.wait(self._interval_s):
-            self.peak_bytes = max(self.peak_bytes, anonymous_bytes())
-
-
-def anonymous_bytes() -> int:
-    """Return the resident memory of this process that no file has, bytes."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
+            self.peak_bytes = max(self.peak_bytes, anonymous_bytes(os.getpid()))
 
 
 def write_model(directory: Path, num_bytes: int, *, vocabulary: int) -> tuple[int, int]:

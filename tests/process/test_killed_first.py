@@ -13,6 +13,7 @@ from async_rl.extensions.code_rewards.sandbox import Program, Sandbox
 from async_rl.process.sandbox.limits import Limits
 from tests.end_to_end.harness import wait_until
 from tests.environments.pools import pool_of
+from tests.processes import children_of
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/oom_score_adj").exists(), reason="Linux only")
 
@@ -27,10 +28,6 @@ async def step(state, action, extra_info):
 """
 
 
-def children_of(pid: int) -> set[int]:
-    return {int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
-
-
 def test_an_environment_is_killed_before_its_generator(tmp_path: Path):
     source = tmp_path / "scored.py"
     source.write_text(SAYS_ITS_SCORE)
@@ -41,11 +38,11 @@ def test_an_environment_is_killed_before_its_generator(tmp_path: Path):
 
 
 def test_the_launcher_and_its_programs_are_killed_before_their_generator():
-    before = children_of(os.getpid())
+    before = set(children_of(os.getpid()))
     with closing(Sandbox()) as sandbox:
         limits = Limits(time_s=30.0, memory_bytes=1 << 30, output_bytes=1 << 20, scratch_bytes=1 << 20, max_threads=4)
         assert sandbox.run(Program("print(1)"), limits).output == b"1\n"
-        (launcher,) = children_of(os.getpid()) - before
+        (launcher,) = set(children_of(os.getpid())) - before
         # A program inherits what its launcher has.
         scores = [Path(f"/proc/{pid}/oom_score_adj").read_text() for pid in (launcher, *children_of(launcher))]
     assert set(scores) == {"1000\n"}

@@ -8,11 +8,11 @@ import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from async_rl.process.child import package_path
+from tests.processes import children_of
 
 DEADLINE_S = 60.0
 BEGIN = "import os, signal, sys, time\nfrom async_rl.process.pid_one import leave_pid_one\n"
@@ -31,12 +31,6 @@ def as_pid_one(script: str, stdin: int | None = None) -> subprocess.Popen[str]:
     )
 
 
-def pid_one_of(unshare: subprocess.Popen[str]) -> int:
-    """Return the id, in this namespace, of the process that is PID 1 in the namespace that ``unshare`` made."""
-    (child,) = Path(f"/proc/{unshare.pid}/task/{unshare.pid}/children").read_text().split()
-    return int(child)
-
-
 def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
     try:
         out, _ = process.communicate(timeout=DEADLINE_S)
@@ -49,7 +43,8 @@ def test_sigterm_to_pid_one_ends_a_command_without_a_handler_of_its_own():
     process = as_pid_one("leave_pid_one(); print('ready', flush=True); signal.pause()")
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
-    os.kill(pid_one_of(process), signal.SIGTERM)
+    (pid_one,) = children_of(process.pid)
+    os.kill(pid_one, signal.SIGTERM)
     assert finish(process) == (128 + signal.SIGTERM, "")
 
 
@@ -102,7 +97,8 @@ while True:
     os.write(terminal, b"\x03")
     assert process.stdout.readline() == "got\n"
     # PID 1 passes on what it got before this signal first, so a second SIGINT would be counted.
-    os.kill(pid_one_of(process), signal.SIGTERM)
+    (pid_one,) = children_of(process.pid)
+    os.kill(pid_one, signal.SIGTERM)
     assert finish(process) == (10, "")
     os.close(terminal)
     os.close(stdin)

@@ -42,6 +42,7 @@ from async_rl.queue.server.handlers import Deferred, Handlers, owner_of
 from async_rl.queue.server.sockets import MessageLimits
 from tests.examples import is_full
 from tests.fuzz import CHUNK, REPLAYED, SEED, long_chunks
+from tests.processes import anonymous_bytes
 from tests.queue.builders import LINEAGE, all_trained, group, leases, make_config, make_state, rows, with_failed
 from tests.queue.conftest import DEADLINE_S, Server, attach
 from tests.queue.mutants import Frames, corpus, framed, gets_past_the_frame, mutants
@@ -168,12 +169,6 @@ class Client:
         self.learner.close()
 
 
-def memory_bytes(pid: int) -> int:
-    """What the process holds in memory."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:"))
-
-
 @contextmanager
 def fuzzed_server(servers: Any, tmp_path: Path, **experimental: Any) -> Iterator[tuple[Server, Client, Fuzzer]]:
     make_keys(tmp_path / "keys", ["client", "fuzzer"])
@@ -208,9 +203,9 @@ def check_unmoved(servers: Any, tmp_path: Path, chunks: Sequence[int]) -> None:
     """All mutants reach the parser: the limit on malformed messages is lifted."""
     with fuzzed_server(servers, tmp_path, max_malformed_per_minute=10**6) as (server, client, fuzzer):
         attack(client, fuzzer, [-1])
-        before, fuzzer.totals = memory_bytes(server.process.pid), Counter()
+        before, fuzzer.totals = anonymous_bytes(server.process.pid), Counter()
         attack(client, fuzzer, chunks)
-        growth, totals = memory_bytes(server.process.pid) - before, fuzzer.totals
+        growth, totals = anonymous_bytes(server.process.pid) - before, fuzzer.totals
         status = client.learner.status()
         make_keys(tmp_path / "other")
         unlisted = ClientKeys.load(tmp_path / "other" / "client.key")

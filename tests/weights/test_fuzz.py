@@ -23,6 +23,7 @@ from async_rl.weights.memory import SharedBuckets
 from async_rl.weights.tcp.protocol import HEADER_BYTES, TOKEN_BYTES, EndSession, OpenSession, make_request
 from async_rl.weights.tcp.sender import StreamServerProcess
 from tests.fuzz import CHUNK, FEW, REPLAYED, byte_mutants, chunk_rng, long_chunks
+from tests.processes import anonymous_bytes
 from tests.queue.mutants import Frames, mutants
 from tests.weights.test_control import MESSAGES
 from tests.weights.test_tcp import a_plane, arrived, assert_same, model
@@ -32,11 +33,6 @@ MAX_GROWTH_BYTES = 64 << 20
 NUM_OPEN = 5 * MAX_UNAUTHENTICATED_OF_ADDRESS
 """Connections whose answers have not been read yet: more than the server keeps, so it closes the oldest."""
 BUCKETS = (b"abc" * 1000, b"", b"defgh" * 4000)
-
-
-def resident_bytes(pid: int) -> int:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
 
 
 # The stream server: requests for bytes.
@@ -109,12 +105,12 @@ def fuzz_stream(chunks: Sequence[int], size: int = CHUNK) -> None:
                     finish_oldest()
             assert pulled(server.port, requests[0], 23_000) == b"".join(BUCKETS), f"chunk {chunk}"
             if number == 0:
-                growth = -resident_bytes(server.pid)
+                growth = -anonymous_bytes(server.pid)
         for _, connection in opened:
             connection.setblocking(False)  # it may wait for a session of an unknown token
         while opened:
             finish_oldest()
-        growth += resident_bytes(server.pid)
+        growth += anonymous_bytes(server.pid)
     print(f"{num_sent} requests, {num_answered} answered; memory grew by {growth / 2**20:.1f} MiB")
     assert num_answered > 0.05 * num_sent
     assert growth < MAX_GROWTH_BYTES
@@ -161,8 +157,8 @@ def fuzz_control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunks: Sequen
             plane.publish(version, model(0))
             assert_same(arrived(receiver, version), model(0))
             if version == 1:
-                growth = -resident_bytes(os.getpid())
-        growth += resident_bytes(os.getpid())
+                growth = -anonymous_bytes(os.getpid())
+        growth += anonymous_bytes(os.getpid())
         stats = plane.publisher.stats()
     print(f"{num_sent} messages, {stats.malformed} malformed, {stats.joined} joined; memory {growth / 2**20:.1f} MiB")
     assert stats.server_starts == 1

@@ -17,6 +17,7 @@ from tests.end_to_end.faults_harness import FaultRun, fault_config, fault_run, j
 from tests.end_to_end.harness import command_lines, state_of, wait_until, write_config
 from tests.extensions.agents.test_agents_run import CLIENT
 from tests.fault_points import AGENT_FAULT_POINTS, FAULT_POINTS
+from tests.processes import parent_of
 
 POINTS = (*FAULT_POINTS, *AGENT_FAULT_POINTS)
 VICTIMS = ("agent", "front", "fork_server", "generator", "queue", "learner")
@@ -106,13 +107,6 @@ class Processes:
             found = [pid for pid, line in lines.items() if MODULES[victim] in line and parent_of(pid) in generators]
         related = [pid for pid in found if home in ancestors(pid)]
         return self._chance.choice(related or found) if found else None
-
-
-def parent_of(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return 0
 
 
 def ancestors(pid: int) -> list[int]:

@@ -3,7 +3,6 @@
 import concurrent.futures
 import contextlib
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from async_rl.extensions.code_rewards.sandbox import Program, Sandbox
 from async_rl.process.sandbox import client
 from async_rl.process.sandbox.client import LauncherLostError, Ran
 from async_rl.process.sandbox.limits import Limits
+from tests.processes import children_of, wait_until_ended
 
 ROOT = Path(__file__).resolve().parents[3]
 LIMITS = Limits(time_s=30.0, memory_bytes=1 << 30, output_bytes=1 << 20, scratch_bytes=4 << 20, max_threads=16)
@@ -40,10 +40,6 @@ def output(sandbox: Sandbox, source: str, stdin: bytes = b"", limits: Limits = L
     return ran.output.decode()
 
 
-def children_of(pid: int) -> list[int]:
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 def running(launcher: int | None) -> tuple[int, list[int]]:
     """The process in which a launcher starts programs, and descriptors of it, the launcher and a program that runs."""
     assert launcher is not None
@@ -51,10 +47,6 @@ def running(launcher: int | None) -> tuple[int, list[int]]:
     while not (programs := children_of(inner)):
         pass
     return inner, [os.pidfd_open(pid) for pid in (launcher, inner, *programs)]
-
-
-def wait_until_ended(pidfd: int, timeout_s: float = 60.0) -> bool:
-    return bool(select.select([pidfd], [], [], timeout_s)[0])
 
 
 @pytest.mark.parametrize(

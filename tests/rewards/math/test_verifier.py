@@ -1,7 +1,6 @@
 """The workers: ended at the limit of processor time, replaced after a crash, and never outliving their parent."""
 
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -17,19 +16,12 @@ from async_rl.process import helper
 from async_rl.rewards.math import verifier as verifier_module
 from async_rl.rewards.math.verifier import MAX_WORKERS, SLOW_WORKERS, MathVerifier
 from tests.end_to_end.harness import wait_until
+from tests.processes import parent_of, wait_until_ended
 
 HANGS = "9^{9^{9^9}}"
 """Python computes it in one C call that never returns to Python."""
 
 ROOT = Path(__file__).resolve().parents[3]
-
-
-def wait_until_ended(pidfd: int, timeout_s: float) -> bool:
-    return bool(select.select([pidfd], [], [], timeout_s)[0])
-
-
-def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 @pytest.fixture
