@@ -17,7 +17,7 @@ from async_rl.errors import ModelError, WeightsError
 from async_rl.generator.backend import Sampled
 from async_rl.generator.hf.backend import TransformersBackend
 from async_rl.sampling_mask import SamplingMask, contains
-from tests.generator.leases import make_lease
+from tests.generator.leases import make_lease, run_all, submit
 from tests.generator.tiny_model import CHARACTERS, TEMPLATE, make_model, weights_of, write_model
 from tests.learner.tiny import add_token
 
@@ -46,21 +46,6 @@ def make_backend(directory: Path) -> Callable[..., TransformersBackend]:
         return backend
 
     return make
-
-
-def run_all(backend: TransformersBackend) -> dict[tuple[str, int], Sampled]:
-    finished = {}
-    while backend.num_running:
-        for sampled in backend.step():
-            assert (sampled.lease_id, sampled.index) not in finished
-            finished[sampled.lease_id, sampled.index] = sampled
-    assert backend.progress() == {}
-    return finished
-
-
-def submit(backend: TransformersBackend, lease_id: str, prompt: str = "1+1", **settings) -> None:
-    lease = make_lease(lease_id, **settings)
-    backend.submit(lease, backend.encode_prompt([{"role": "user", "content": prompt}]))
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 from tests.forked import Forked, preload
@@ -39,3 +40,12 @@ def run_ranks(scenario: str, directory: Path, *, world_size: int = 2, timeout_s:
     results = finish_ranks(start_ranks(scenario, directory, world_size=world_size), timeout_s)
     ends = "\n\n".join(f"rank {rank} ended with {code}: {output}" for rank, (code, output) in enumerate(results))
     assert all(code == 0 for code, _ in results), ends
+
+
+def kill_at(point: str, scenario: str, directory: Path, *, world_size: int) -> None:
+    """Run a scenario that reads its fault point from ``point``, at which one rank is killed; the others fail."""
+    (directory / "point").write_text(point)
+    ended = finish_ranks(start_ranks(scenario, directory, world_size=world_size))
+    killed = int(point.rpartition("-rank-")[2]) if "-rank-" in point else 0
+    assert ended[killed][0] == -signal.SIGKILL, "\n\n".join(output for _, output in ended)
+    assert all(code for code, _ in ended)

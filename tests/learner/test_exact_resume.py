@@ -6,7 +6,6 @@ With a bound above 0 that holds because the generator answers at once, and by pr
 from __future__ import annotations
 
 import json
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from async_rl.run.records.step_log import read_rows
 from tests.fault_points import FAULT_POINTS
 from tests.forked import preload
 from tests.learner.rank_layouts import LAYOUTS, LORA, layout_model, model_for
-from tests.learner.ranks import finish_ranks, run_ranks, start_ranks
+from tests.learner.ranks import kill_at, run_ranks
 from tests.learner.resumed_run import tensors_of
 
 preload("tests.learner.resumed_run")
@@ -48,14 +47,6 @@ def begin(directory: Path, num_steps: int, sections: dict[str, Any], bound: int)
     (directory / "sections.json").write_text(json.dumps(sections))
     layout_model(directory / "model", model_for(sections.get("parallel", {}), "qwen2"))
     return directory
-
-
-def kill_at(directory: Path, point: str, world_size: int) -> None:
-    (directory / "point").write_text(point)
-    ended = finish_ranks(start_ranks("resumed", directory, world_size=world_size))
-    killed = int(point.rpartition("-rank-")[2]) if "-rank-" in point else 0
-    assert ended[killed][0] == -signal.SIGKILL, "\n\n".join(output for _, output in ended)
-    assert all(code for code, _ in ended)
 
 
 WITH_RANK_1 = (*ALL, *OF_RANK_1)
@@ -97,7 +88,7 @@ def test_a_run_killed_at_every_fault_point_ends_with_the_bits_of_an_undisturbed_
     (whole / "point").write_text("")
     run_ranks("resumed", whole, world_size=world_size)
     for point in points:
-        kill_at(killed, point, world_size)
+        kill_at(point, "resumed", killed, world_size=world_size)
     (killed / "point").write_text("")
     run_ranks("resumed", killed, world_size=world_size)
     rows = read_rows(killed / "run" / "trained.jsonl")

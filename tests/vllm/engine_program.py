@@ -6,7 +6,8 @@ import tempfile
 from pathlib import Path
 
 from async_rl.generator.vllm.backend import VllmBackend
-from tests.vllm.tiny import make_config, submit, weights_of, write_files
+from tests.generator.leases import submit
+from tests.vllm.tiny import make_config, weights_of, write_files
 
 
 def main() -> None:

@@ -11,9 +11,10 @@ import pytest
 
 from async_rl.errors import ModelError
 from async_rl.generator.vllm.backend import VllmBackend
+from tests.generator.leases import run_all, submit
 from tests.generator.tiny_model import write_tokenizer
 from tests.vllm.families import make_family
-from tests.vllm.tiny import VOCABULARY, assert_scored_by, engine, make_config, run_all, submit
+from tests.vllm.tiny import VOCABULARY, assert_scored_by, engine, make_config
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 

@@ -18,7 +18,8 @@ from async_rl.generator.start.backends import build_backend
 from async_rl.generator.vllm.backend import VllmBackend
 from async_rl.queue.parity import ProbeSequence
 from async_rl.weights.adapters import ADAPTER_BASE, BaseWeights, merge, peft_name
-from tests.vllm.tiny import IS_INTERPRETED, TOLERANCE, make_config, make_model, run_all, scores, submit, write_files
+from tests.generator.leases import run_all, submit
+from tests.vllm.tiny import IS_INTERPRETED, TOLERANCE, make_config, make_model, scores, write_files
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 

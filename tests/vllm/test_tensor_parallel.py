@@ -16,7 +16,8 @@ from async_rl.weights.channel.engine_ranks import HeldByEngine
 from async_rl.weights.channel.publisher import Publisher
 from async_rl.weights.channel.receiver import Receiver
 from async_rl.weights.staging import Staging
-from tests.vllm.tiny import assert_scored_by, make_config, make_model, run_all, submit, weights_of, write_files
+from tests.generator.leases import run_all, submit
+from tests.vllm.tiny import assert_scored_by, make_config, make_model, weights_of, write_files
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 

@@ -13,6 +13,7 @@ import torch
 from async_rl.errors import ModelError, WeightsError
 from async_rl.queue.parity import ProbeSequence
 from async_rl.sampling_mask import contains
+from tests.generator.leases import run_all, submit
 from tests.generator.tiny_model import CHARACTERS
 from tests.vllm.tiny import (
     EOS,
@@ -23,9 +24,7 @@ from tests.vllm.tiny import (
     engine,
     full_logprobs,
     make_model,
-    run_all,
     scores,
-    submit,
     weights_of,
     write_files,
 )

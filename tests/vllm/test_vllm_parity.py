@@ -13,17 +13,8 @@ import torch
 
 from async_rl.generator.parity import answer_probe
 from async_rl.queue.parity import Probe, ProbeSequence
-from tests.vllm.tiny import (
-    TOLERANCE,
-    assert_scored_by,
-    at_version_3,
-    engine,
-    make_model,
-    run_all,
-    submit,
-    weights_of,
-    write_files,
-)
+from tests.generator.leases import run_all, submit
+from tests.vllm.tiny import TOLERANCE, assert_scored_by, at_version_3, engine, make_model, weights_of, write_files
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 

@@ -14,9 +14,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from async_rl.config.config import Config
 from async_rl.config.loading import parse_config
-from async_rl.generator.backend import Backend, Sampled
+from async_rl.generator.backend import Sampled
 from async_rl.generator.vllm.backend import VllmBackend
-from tests.generator.leases import make_lease
 from tests.generator.tiny_model import CHARACTERS, write_tokenizer
 
 VOCABULARY = len(CHARACTERS) + 3
@@ -89,21 +88,6 @@ def at_version_3(started: VllmBackend) -> Iterator[VllmBackend]:
         started.cancel(lease_id)
     started._recompute = False
     assert started.num_running == 0
-
-
-def submit(backend: Backend, lease_id: str, prompt: str = "1+1", **settings: Any) -> None:
-    lease = make_lease(lease_id, **settings)
-    backend.submit(lease, backend.encode_prompt([{"role": "user", "content": prompt}]))
-
-
-def run_all(backend: Backend) -> dict[tuple[str, int], Sampled]:
-    finished: dict[tuple[str, int], Sampled] = {}
-    while backend.num_running:
-        for sampled in backend.step():
-            assert (sampled.lease_id, sampled.index) not in finished
-            finished[sampled.lease_id, sampled.index] = sampled
-    assert backend.progress() == {}
-    return finished
 
 
 @torch.no_grad()

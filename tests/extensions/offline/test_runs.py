@@ -24,7 +24,7 @@ from tests.end_to_end.harness import wait_until
 from tests.extensions.offline.offline_run import begin, exported, in_step, metrics, offline_config
 from tests.fault_points import OFFLINE_FAULT_POINTS
 from tests.forked import preload
-from tests.learner.ranks import finish_ranks, run_ranks, start_ranks
+from tests.learner.ranks import finish_ranks, kill_at, run_ranks, start_ranks
 from tests.learner.tiny import add_token, random_sequences
 from tests.run.read_loggers import tensorboard_rows
 
@@ -103,14 +103,6 @@ def test_a_signal_at_one_of_two_ranks_saves_for_both(tmp_path: Path):
     assert saved.name == checkpoint_name(len(metrics(tmp_path / "two", "sft")))
 
 
-def kill_at(directory: Path, point: str, world_size: int) -> None:
-    (directory / "point").write_text(point)
-    ended = finish_ranks(start_ranks("offline", directory, world_size=world_size))
-    killed = int(point.rpartition("-rank-")[2]) if "-rank-" in point else 0
-    assert ended[killed][0] == -signal.SIGKILL, "\n\n".join(output for _, output in ended)
-    assert all(code for code, _ in ended)
-
-
 def test_every_fault_point_of_training_on_given_rows_is_tested():
     assert set(OFFLINE_FAULT_POINTS) <= set(ALL)
 
@@ -137,7 +129,7 @@ def test_a_run_killed_at_every_fault_point_ends_with_the_bits_of_an_undisturbed_
     undisturbed, killed = (begin(tmp_path / n, command, **sections | {command: own}) for n in ("whole", "killed"))
     run_ranks("offline", undisturbed, world_size=world_size)
     for point in points:
-        kill_at(killed, point, world_size)
+        kill_at(point, "offline", killed, world_size=world_size)
     (killed / "point").write_text("")
     run_ranks("offline", killed, world_size=world_size)
     assert_same_bits(killed, undisturbed, command)
