@@ -38,7 +38,7 @@ def byte_mutants(rng: random.Random, messages: Sequence[bytes]) -> Iterator[byte
         yield message
 
 
-def _flip(rng: random.Random, data: bytes, other: bytes) -> bytes:
+def flip(rng: random.Random, data: bytes, other: bytes) -> bytes:
     changed = bytearray(data or b"\0")
     for _ in range(rng.choice((1, 1, 2, 8))):
         changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
@@ -71,5 +71,5 @@ def _overwrite(rng: random.Random, data: bytes, other: bytes) -> bytes:
 
 
 _MUTATIONS: tuple[Callable[[random.Random, bytes, bytes], bytes], ...] = (
-    _flip, _flip, _truncate, _extend, _splice, _repeat, _overwrite, _overwrite,
+    flip, flip, _truncate, _extend, _splice, _repeat, _overwrite, _overwrite,
 )  # fmt: skip

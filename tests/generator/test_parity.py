@@ -18,7 +18,7 @@ from async_rl.generator.hf.rows import SlotRows
 from async_rl.generator.parity import answer_probe
 from async_rl.queue.parity import Probe, ProbeSequence, compare
 from tests.generator.leases import make_lease
-from tests.generator.tiny_model import make_model, weights_of, write_model
+from tests.generator.tiny_model import make_model, probe_scores, weights_of, write_model
 
 GIVEN = (
     ProbeSequence(np.array([5, 9, 4, 7, 8, 3, 20], np.int32), 3),
@@ -39,19 +39,8 @@ def make_backend(directory: Path) -> TransformersBackend:
     return TransformersBackend.from_files(directory, GeneratorConfig(batch_size=4), dtype="float32")
 
 
-@torch.no_grad()
-def learner_scores(model: PreTrainedModel, temperature: float = 1.0) -> tuple[np.ndarray, ...]:
-    """What a plain forward pass gives the tokens of ``GIVEN``."""
-    found = []
-    for given in GIVEN:
-        ids = torch.from_numpy(given.token_ids.astype(np.int64))
-        logprobs = torch.log_softmax(model(input_ids=ids[None]).logits[0, :-1].float() / temperature, -1)
-        found.append(logprobs.gather(1, ids[1:, None])[-given.num_scored :, 0].numpy())
-    return tuple(found)
-
-
 def make_probe(model: PreTrainedModel, temperature: float = 1.0, *, computed_at: float | None = None) -> Probe:
-    scores = learner_scores(model, temperature if computed_at is None else computed_at)
+    scores = probe_scores(model, GIVEN, temperature if computed_at is None else computed_at)
     return Probe("lineage", 5, temperature, GIVEN, scores, "float32")
 
 
@@ -79,7 +68,7 @@ def test_an_engine_at_the_learners_weights_agrees(directory: Path):
     backend, model, weights = ready(directory)
     answer = answer_probe(backend, make_probe(model, 0.8), weights)
     assert answer.logprobs is not None
-    assert compare(answer.logprobs, np.concatenate(learner_scores(model, 0.8))).max < 1e-5
+    assert compare(answer.logprobs, np.concatenate(probe_scores(model, GIVEN, 0.8))).max < 1e-5
     assert (answer.version, answer.backend, answer.dtype, answer.cause) == (5, "transformers", "float32", "")
 
 

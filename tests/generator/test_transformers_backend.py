@@ -14,11 +14,10 @@ from transformers import PreTrainedTokenizerFast
 
 from async_rl.config.generator import GeneratorConfig
 from async_rl.errors import ModelError, WeightsError
-from async_rl.generator.backend import Sampled
 from async_rl.generator.hf.backend import TransformersBackend
 from async_rl.sampling_mask import SamplingMask, contains
 from tests.generator.leases import make_lease, run_all, submit
-from tests.generator.tiny_model import CHARACTERS, TEMPLATE, make_model, weights_of, write_model
+from tests.generator.tiny_model import CHARACTERS, TEMPLATE, make_model, scores, weights_of, write_model
 from tests.learner.tiny import add_token
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -49,14 +48,6 @@ def make_backend(directory: Path) -> Callable[..., TransformersBackend]:
 
 
 @torch.no_grad()
-def full_logprobs(model: torch.nn.Module, sampled: Sampled, temperature: float) -> np.ndarray:
-    """Log-probabilities of the sampled tokens by one forward pass over the whole sequence; float32 [N]."""
-    ids = torch.tensor(np.concatenate([sampled.prompt_ids, sampled.token_ids])[None].astype(np.int64))
-    logits = model(input_ids=ids).logits[0, len(sampled.prompt_ids) - 1 : -1].float() / temperature
-    return torch.log_softmax(logits, -1).gather(1, ids[0, len(sampled.prompt_ids) :, None])[:, 0].numpy()
-
-
-@torch.no_grad()
 def greedy_loop(model: torch.nn.Module, prompt_ids: np.ndarray, max_new_tokens: int) -> list[int]:
     ids = prompt_ids.tolist()
     for _ in range(max_new_tokens):
@@ -75,7 +66,7 @@ def test_greedy_equals_a_plain_loop_of_full_forward_passes(make_backend):
         sampled = finished[str(i), 0]
         assert sampled.token_ids.tolist() == greedy_loop(model, sampled.prompt_ids, 20)
         # Greedy tokens are scored by the distribution at temperature 1.
-        np.testing.assert_allclose(sampled.logprobs, full_logprobs(model, sampled, 1.0), atol=1e-5)
+        np.testing.assert_allclose(sampled.logprobs, scores(model, sampled), atol=1e-5)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.6])
@@ -89,7 +80,7 @@ def test_logprobs_of_ragged_refilled_groups_equal_a_full_forward_pass(make_backe
     finished = run_all(backend)
     assert finished.keys() == {(str(i), j) for i in range(5) for j in range(3)}
     for sampled in finished.values():
-        np.testing.assert_allclose(sampled.logprobs, full_logprobs(model, sampled, temperature), atol=1e-5)
+        np.testing.assert_allclose(sampled.logprobs, scores(model, sampled, temperature), atol=1e-5)
         assert sampled.versions.tolist() == [3] * len(sampled.token_ids)
         assert (sampled.prompt_ids.dtype, sampled.token_ids.dtype) == (np.int32, np.int32)
         assert (sampled.logprobs.dtype, sampled.versions.dtype) == (np.float32, np.int32)
@@ -121,7 +112,7 @@ def test_new_weights_score_from_the_next_step_on_and_keep_the_cache(make_backend
     backend.activate(4, weights_of(new))
     sampled = run_all(backend)["a", 0]
     assert sampled.versions.tolist() == [3] * 5 + [4] * 7
-    np.testing.assert_allclose(sampled.logprobs[:5], full_logprobs(old, sampled, 1.0)[:5], atol=1e-5)
+    np.testing.assert_allclose(sampled.logprobs[:5], scores(old, sampled)[:5], atol=1e-5)
     # The sixth token: new weights fed the fifth token, over keys and values of the old ones for all before it.
     with torch.no_grad():
         ids = torch.tensor(np.concatenate([sampled.prompt_ids, sampled.token_ids[:5]])[None].astype(np.int64))
@@ -129,7 +120,7 @@ def test_new_weights_score_from_the_next_step_on_and_keep_the_cache(make_backend
         logits = new(input_ids=ids[:, -1:], past_key_values=cache, use_cache=True).logits[0, -1]
     expected = torch.log_softmax(logits, -1)[int(sampled.token_ids[5])]
     assert sampled.logprobs[5] == pytest.approx(float(expected), abs=1e-5)
-    assert abs(float(full_logprobs(old, sampled, 1.0)[5]) - sampled.logprobs[5]) > 1e-3
+    assert abs(float(scores(old, sampled)[5]) - sampled.logprobs[5]) > 1e-3
 
 
 def test_with_recompute_every_token_scores_as_a_full_forward_pass_of_its_version(make_backend):
@@ -143,7 +134,7 @@ def test_with_recompute_every_token_scores_as_a_full_forward_pass_of_its_version
     for sampled in finished:
         for version in set(sampled.versions.tolist()):
             of_version = sampled.versions == version
-            expected = full_logprobs(models[version], sampled, 1.0)[of_version]
+            expected = scores(models[version], sampled)[of_version]
             np.testing.assert_allclose(sampled.logprobs[of_version], expected, atol=1e-5)
     assert sum(set(s.versions.tolist()) == {3, 4} for s in finished) >= 3
 

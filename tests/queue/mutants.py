@@ -22,6 +22,7 @@ from async_rl.queue import messages
 from async_rl.queue.messages import Decoded, FailedRollouts, Failure, GeneratorStats, TrainedCounts
 from async_rl.queue.parity import Answer, encode_answer
 from async_rl.records import Lease, Prompt
+from tests.fuzz import flip
 from tests.queue.builders import SAMPLING, group
 
 Frames = tuple[bytes, ...]
@@ -137,20 +138,13 @@ def _mutated_parts(rng: random.Random, parts: Sequence[bytes]) -> list[bytes]:
         case 1:
             return list(parts[1:])
         case 2:
-            return [_flip(rng, parts[0], b""), *parts[1:]]
+            return [flip(rng, parts[0], b""), *parts[1:]]
         case _:
             mutate = rng.choice((_change_a_value, _nudge_a_number, _drop_a_field, _lie_about_arrays))
             return [_mutate_fields(rng, parts[0], mutate), *parts[1:]]
 
 
 # Byte by byte.
-
-
-def _flip(rng: random.Random, frame: bytes, other: bytes) -> bytes:
-    changed = bytearray(frame)
-    for _ in range(rng.choice((1, 1, 2, 8))):
-        changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
-    return bytes(changed)
 
 
 def _truncate(rng: random.Random, frame: bytes, other: bytes) -> bytes:
@@ -171,7 +165,7 @@ def _lie_about_the_header(rng: random.Random, frame: bytes, other: bytes) -> byt
 
 
 _BYTE_LEVEL: tuple[Callable[[random.Random, bytes, bytes], bytes], ...] = (
-    _flip, _flip, _truncate, _extend, _splice, _lie_about_the_header,
+    flip, flip, _truncate, _extend, _splice, _lie_about_the_header,
 )  # fmt: skip
 
 

@@ -19,7 +19,8 @@ from async_rl.generator.vllm.backend import VllmBackend
 from async_rl.queue.parity import ProbeSequence
 from async_rl.weights.adapters import ADAPTER_BASE, BaseWeights, merge, peft_name
 from tests.generator.leases import run_all, submit
-from tests.vllm.tiny import IS_INTERPRETED, TOLERANCE, make_config, make_model, scores, write_files
+from tests.generator.tiny_model import scores
+from tests.vllm.tiny import IS_INTERPRETED, TOLERANCE, make_config, make_model, write_files
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 

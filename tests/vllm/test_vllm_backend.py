@@ -14,7 +14,7 @@ from async_rl.errors import ModelError, WeightsError
 from async_rl.queue.parity import ProbeSequence
 from async_rl.sampling_mask import contains
 from tests.generator.leases import run_all, submit
-from tests.generator.tiny_model import CHARACTERS
+from tests.generator.tiny_model import CHARACTERS, full_logprobs, scores
 from tests.vllm.tiny import (
     EOS,
     TOLERANCE,
@@ -22,9 +22,7 @@ from tests.vllm.tiny import (
     assert_scored_by,
     at_version_3,
     engine,
-    full_logprobs,
     make_model,
-    scores,
     weights_of,
     write_files,
 )

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-import torch
 
 from async_rl.generator.parity import answer_probe
 from async_rl.queue.parity import Probe, ProbeSequence
 from tests.generator.leases import run_all, submit
+from tests.generator.tiny_model import probe_scores
 from tests.vllm.tiny import TOLERANCE, assert_scored_by, at_version_3, engine, make_model, weights_of, write_files
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -36,21 +36,15 @@ def backend(started) -> Iterator:
     yield from at_version_3(started)
 
 
-@torch.no_grad()
-def expected(seed: int, temperature: float = 1.0) -> tuple[np.ndarray, ...]:
-    found = []
-    for given in GIVEN:
-        ids = torch.from_numpy(given.token_ids.astype(np.int64))
-        logprobs = torch.log_softmax(make_model(seed)(input_ids=ids[None]).logits[0, :-1].float() / temperature, -1)
-        found.append(logprobs.gather(1, ids[1:, None])[-given.num_scored :, 0].numpy())
-    return tuple(found)
+def expected(temperature: float = 1.0) -> tuple[np.ndarray, ...]:
+    return probe_scores(make_model(0), GIVEN, temperature)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("mode", ["cached_decode", "full_forward"])
 def test_given_tokens_score_as_in_a_plain_forward_pass(backend, temperature, mode):
     found = backend.score_tokens(GIVEN, temperature, mode)
-    np.testing.assert_allclose(found, np.concatenate(expected(0, temperature)), atol=TOLERANCE)
+    np.testing.assert_allclose(found, np.concatenate(expected(temperature)), atol=TOLERANCE)
 
 
 def test_scoring_beside_running_sequences_leaves_their_samples_right(backend):
@@ -58,7 +52,7 @@ def test_scoring_beside_running_sequences_leaves_their_samples_right(backend):
         submit(backend, str(i), group_size=2, max_new_tokens=60, seed=i)
     for _ in range(3):
         backend.step()
-    np.testing.assert_allclose(backend.score_tokens(GIVEN, 1.0), np.concatenate(expected(0)), atol=TOLERANCE)
+    np.testing.assert_allclose(backend.score_tokens(GIVEN, 1.0), np.concatenate(expected()), atol=TOLERANCE)
     finished = run_all(backend)
     assert len(finished) == 12
     assert_scored_by({3: make_model(0)}, finished.values())
@@ -75,6 +69,6 @@ def test_a_stale_tensor_inside_the_engine_is_named(backend):
     name = "model.layers.1.mlp.down_proj.weight"
     stale[name] = weights_of(7)[name]
     backend.activate(3, stale)
-    answer = answer_probe(backend, Probe("l", 3, 1.0, GIVEN, expected(0), "float32"), weights_of(0))
+    answer = answer_probe(backend, Probe("l", 3, 1.0, GIVEN, expected(), "float32"), weights_of(0))
     assert answer.cause.endswith(f"of 0:{name}")
-    assert backend.score_tokens(GIVEN, 1.0) == pytest.approx(np.concatenate(expected(0)), abs=TOLERANCE)
+    assert backend.score_tokens(GIVEN, 1.0) == pytest.approx(np.concatenate(expected()), abs=TOLERANCE)

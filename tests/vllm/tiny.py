@@ -16,7 +16,7 @@ from async_rl.config.config import Config
 from async_rl.config.loading import parse_config
 from async_rl.generator.backend import Sampled
 from async_rl.generator.vllm.backend import VllmBackend
-from tests.generator.tiny_model import CHARACTERS, write_tokenizer
+from tests.generator.tiny_model import CHARACTERS, scores, write_tokenizer
 
 VOCABULARY = len(CHARACTERS) + 3
 EOS = 1
@@ -88,19 +88,6 @@ def at_version_3(started: VllmBackend) -> Iterator[VllmBackend]:
         started.cancel(lease_id)
     started._recompute = False
     assert started.num_running == 0
-
-
-@torch.no_grad()
-def full_logprobs(model: PreTrainedModel, sampled: Sampled, temperature: float = 1.0) -> np.ndarray:
-    """Log-probabilities, float32 [N, V], where each sampled token was drawn, by one pass over the whole sequence."""
-    ids = torch.tensor(np.concatenate([sampled.prompt_ids, sampled.token_ids])[None].astype(np.int64))
-    logits = model(input_ids=ids).logits[0, len(sampled.prompt_ids) - 1 : -1].float() / temperature
-    return torch.log_softmax(logits, -1).numpy()
-
-
-def scores(model: PreTrainedModel, sampled: Sampled, temperature: float = 1.0) -> np.ndarray:
-    """Log-probabilities of the sampled tokens, float32 [N]."""
-    return full_logprobs(model, sampled, temperature)[np.arange(len(sampled.token_ids)), sampled.token_ids]
 
 
 def assert_scored_by(
