@@ -299,23 +299,27 @@ class TrainedModel:
         self.passes.add_tied_gradients()
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         if not denominator:
-            self.optimizer.zero_grad()
+            self._free_gradients()
             return StepOutcome("nothing is left to train on: every sequence was skipped or masked", 0.0, lr)
         # FSDP averages gradients over ranks, but we need their sum.
         scale = (self._ranks.layout.num_summed if self._is_sharded else 1) / denominator
         grad_norm = scale * self.passes.total_norm(gradients)
         if why_skip or not np.isfinite(grad_norm):
-            self.optimizer.zero_grad()
+            self._free_gradients()
             return StepOutcome(why_skip or f"the gradient norm is {grad_norm}", grad_norm, lr)
         # As clip_grad_norm_ does, in one pass over the gradients with the scaling.
         clip = min(1.0, self.config.optimizer.max_grad_norm / (grad_norm + 1e-6))
         for of_mesh in by_mesh(gradients):
             torch._foreach_mul_(of_mesh, scale * clip)
         self.optimizer.step(lr)
-        self.optimizer.zero_grad()
+        self._free_gradients()
         self.passes.copy_tied_weight()
         self._num_updates += 1
         return StepOutcome("", grad_norm, lr)
+
+    def _free_gradients(self) -> None:
+        for parameter in self.parameters.values():
+            parameter.grad = None
 
     def _tensor_specs(self) -> dict[str, Spec]:
         """Return shape and dtype of each tensor that ``gather`` yields. Buffers keep their dtype, because the model

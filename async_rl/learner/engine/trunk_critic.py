@@ -125,7 +125,7 @@ class TrunkCritic:
     def _step(self, gradient: Tensor, denominator: float) -> StepOutcome:
         """Scale, clip and apply the ``gradient`` of the loss sum, float64 [d] on the host. Every rank does the same."""
         lr = self._schedule.lr_at(self._num_updates)
-        self._optimizer.zero_grad()
+        self.head.grad = None
         if not denominator:
             return StepOutcome("nothing is left to train on: every token is masked", 0.0, lr)
         gradient = gradient / denominator
@@ -135,7 +135,7 @@ class TrunkCritic:
         clip = min(1.0, self._max_grad_norm / (grad_norm + 1e-6))
         self.head.grad = (gradient * clip).to(self.head).view_as(self.head)
         self._optimizer.step(lr)
-        self._optimizer.zero_grad()
+        self.head.grad = None
         self._num_updates += 1
         return StepOutcome("", grad_norm, lr)
 

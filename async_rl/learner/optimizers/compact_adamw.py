@@ -79,10 +79,6 @@ class CompactAdamW:
             )  # fmt: skip
             self._storage.write(stored, means, generator)
 
-    def zero_grad(self) -> None:
-        for parameter in self._parameters.values():
-            parameter.grad = None
-
     def tensors(self) -> dict[str, Tensor]:
         return {f"{kind}.{name}": tensor for name, state in self._state.items() for kind, tensor in state.items()}
 

@@ -58,10 +58,6 @@ class Muon:
         momentum.lerp_(gradient, 1 - MOMENTUM)
         return gradient.lerp(momentum, MOMENTUM)
 
-    def zero_grad(self) -> None:
-        for parameter in self._parameters.values():
-            parameter.grad = None
-
     def tensors(self) -> dict[str, Tensor]:
         return {f"momentum.{name}": momentum for name, momentum in self._momentum.items()}
 

@@ -31,10 +31,6 @@ class Optimizer(Protocol):
         """Update the parameters with the learning rate ``lr``, which a part of them may scale."""
         ...
 
-    def zero_grad(self) -> None:
-        """Free the gradients."""
-        ...
-
     def tensors(self) -> dict[str, Tensor]:
         """Return the state that a checkpoint holds, by "<kind>.<parameter's name>", in a fixed order. A sharded
         parameter has sharded state. It is not copied: a checkpoint is loaded into it.
@@ -113,10 +109,6 @@ class _Together:
         for optimizer, ratio in self._optimizers.items():
             optimizer.step(lr * ratio)
 
-    def zero_grad(self) -> None:
-        for optimizer in self._optimizers:
-            optimizer.zero_grad()
-
     def tensors(self) -> dict[str, Tensor]:
         return {name: tensor for optimizer in self._optimizers for name, tensor in optimizer.tensors().items()}
 
@@ -147,9 +139,6 @@ class AdamW:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step()
-
-    def zero_grad(self) -> None:
-        self._optimizer.zero_grad()
 
     def tensors(self) -> dict[str, Tensor]:
         state = self._optimizer.state

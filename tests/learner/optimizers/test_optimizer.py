@@ -89,7 +89,7 @@ def fitted(name: str, num_steps: int) -> tuple[float, dict[str, Tensor]]:
         error = (inputs @ (weight - target).T + noise).square().mean()
         error.backward()
         optimizer.step(0.02 * (1 - step / num_steps))
-        optimizer.zero_grad()
+        weight.grad = None
         errors.append(float((weight.detach() - target).square().mean()))
     return sum(errors[-50:]) / 50, optimizer.tensors()
 
