@@ -1,4 +1,5 @@
-"""After SIGTERM or SIGINT, give a process time to save its work before it ends. The learner uses this module.
+"""After SIGTERM or SIGINT, give a process time to save its work before it ends. The learner uses ``StopRequest``, and
+servers without such work ``noted_signals``.
 
 The first signal sets ``StopRequest.signum``. The process checks this number now and then, saves its work and ends. If
 the process is still running ``grace_s`` seconds after the signal, or if a second signal arrives, it exits at once.
@@ -121,6 +122,14 @@ class StopRequest:
         rest = "everything is saved" if self._is_saved else "the same command resumes from the last whole checkpoint"
         logger.error("ending at once: %s; %s", cause, rest)
         self._exit_now(128 + self.signum)
+
+
+def noted_signals() -> list[int]:
+    """Return a list to which this process adds each SIGTERM and SIGINT from now on, in place of ending."""
+    noted: list[int] = []
+    for signum in SIGNALS:
+        signal.signal(signum, lambda received, _frame: noted.append(received))
+    return noted
 
 
 def _leave_an_orphan(signum: int, _frame: FrameType | None) -> None:

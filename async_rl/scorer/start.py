@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import signal
 from functools import partial
 from pathlib import Path
-from types import FrameType
 
 import torch
 
@@ -17,6 +15,7 @@ from async_rl.errors import AddressError, ConfigError, ModelError, naming
 from async_rl.net.address import refuse_open_bind
 from async_rl.net.keys import ServerKeys
 from async_rl.output import logged
+from async_rl.process.stop import noted_signals
 from async_rl.run.directory import RunDir, write_atomically
 from async_rl.scorer.reward_model import RewardModel
 from async_rl.scorer.server import ScorerServer, ScoringModel
@@ -47,13 +46,7 @@ def run_scorer(config: Config, name: str | None, *, insecure: bool) -> None:
     check_digest(RunDir(Path(config.run.dir)), name, model.digest, scorer.digest)
     server = ScorerServer(scorer.address, model, keys)
     logger.info("scorer %s at %s: the model %s has the digest %s", name, scorer.address, scorer.model, model.digest)
-    stopped: list[int] = []
-
-    def stop(signum: int, _frame: FrameType | None) -> None:
-        stopped.append(signum)
-
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, stop)
+    stopped = noted_signals()
     try:
         server.serve(lambda: bool(stopped))
     finally:

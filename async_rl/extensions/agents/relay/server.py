@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import logging
 import secrets
-import signal
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 import zmq
 
@@ -34,6 +32,7 @@ from async_rl.extensions.agents.relay.messages import (
 from async_rl.net.address import check_address, refuse_open_bind
 from async_rl.net.keys import ServerKeys
 from async_rl.net.service import Peer, Service
+from async_rl.process.stop import noted_signals
 from async_rl.run.directory import RunDir
 
 logger = logging.getLogger(__name__)
@@ -211,13 +210,7 @@ def run_relay(config: Config, *, insecure: bool) -> None:
     with naming("environment.relay", AddressError):
         refuse_open_bind(config.environment.relay, insecure=insecure, has_keys=keys is not None)
     run_dir, began_s = RunDir(Path(config.run.dir)), time.time()
-    stopped: list[int] = []
-
-    def stop(signum: int, _frame: FrameType | None) -> None:
-        stopped.append(signum)
-
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, stop)
+    stopped = noted_signals()
 
     def is_finished() -> bool:
         """Return whether the run has finished since the relay began: a run that goes on has the mark of its end."""
