@@ -160,9 +160,6 @@ class XmlFormatReward:
         is_whole = points >= STRUCTURE_POINTS + len(_TAGS) * TAG_POINTS - PENALTY_A_CHARACTER / 2
         return RewardOutput({"xml_format": self._scale * points}, 1.0 if is_whole else 0.0)
 
-    def counters(self) -> dict[str, int]:
-        return {}
-
     def close(self) -> None: ...
 
 

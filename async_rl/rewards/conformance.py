@@ -23,7 +23,7 @@ from async_rl.config.reward import RewardType
 from async_rl.errors import AsyncRLError, RewardError
 from async_rl.records import row_fields
 from async_rl.rewards.gold import gold_readings
-from async_rl.rewards.records import GroupReward, Reward, RewardInput, RewardOutput, score_group
+from async_rl.rewards.records import CountingReward, GroupReward, Reward, RewardInput, RewardOutput, score_group
 
 T = TypeVar("T")
 
@@ -218,7 +218,8 @@ class _Checks:
                 self.problems.append(f"row without {missing}: expected RewardError, got {output}")
 
     def _check_counters(self) -> None:
-        for name, count in self.reward.counters().items():
+        counters = self.reward.counters() if isinstance(self.reward, CountingReward) else {}
+        for name, count in counters.items():
             if not isinstance(count, int) or count < 0:
                 self.problems.append(f"counter {name!r}: expected a count of at least 0, got {count!r}")
 

@@ -81,9 +81,6 @@ class FunctionReward:
             )
         return [self._output(value, item) for value, item in zip(values, items, strict=True)]
 
-    def counters(self) -> dict[str, int]:
-        return {}
-
     def close(self) -> None:
         self._calls.close()
 

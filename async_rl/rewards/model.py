@@ -35,9 +35,6 @@ class ModelReward(ServedReward):
         futures = [self._client.score(conversation_of(item)[:-1], item.text) for item in items]
         return [self._output(_score(future.result())) for future in futures]
 
-    def counters(self) -> dict[str, int]:
-        return {}
-
     def _output(self, score: float) -> RewardOutput:
         if not math.isfinite(score):
             raise RewardError(f"expected a finite score from the reward model, got {score}; check the model's weights")

@@ -83,10 +83,6 @@ class Reward(Protocol):
         """
         ...
 
-    def counters(self) -> dict[str, int]:
-        """Return counts of events since the start, for metrics, with names such as ``verifier_timed_out``."""
-        ...
-
     def close(self) -> None:
         """End the reward's processes."""
         ...
@@ -117,9 +113,11 @@ class GroupReward(Protocol):
 
 @runtime_checkable
 class CountingReward(Protocol):
-    """A reward that counts events. Every ``Reward`` does."""
+    """A reward that counts events."""
 
-    def counters(self) -> dict[str, int]: ...
+    def counters(self) -> dict[str, int]:
+        """Return their numbers since the start, for metrics, with names such as ``verifier_timed_out``."""
+        ...
 
 
 @runtime_checkable

@@ -25,7 +25,15 @@ from async_rl.rewards.functions import FunctionReward
 from async_rl.rewards.judge import judge_reward
 from async_rl.rewards.math.verifier import MathVerifier
 from async_rl.rewards.model import model_reward
-from async_rl.rewards.records import GroupReward, Reward, RewardInput, RewardOutput, WaitingReward, score_group
+from async_rl.rewards.records import (
+    CountingReward,
+    GroupReward,
+    Reward,
+    RewardInput,
+    RewardOutput,
+    WaitingReward,
+    score_group,
+)
 
 Builder = Callable[[Config, float], Reward]
 """A function of the config and a scale. It builds a reward whose parts are multiplied by the scale."""
@@ -137,9 +145,6 @@ class NoReward:
     def __call__(self, item: RewardInput) -> RewardOutput:
         return RewardOutput({}, 0.0)
 
-    def counters(self) -> dict[str, int]:
-        return {}
-
     def close(self) -> None: ...
 
 
@@ -228,11 +233,11 @@ class RewardSum:
 
     def counters(self) -> dict[str, int]:
         """Return the counters of all rewards. Counters of the same name are summed."""
-        total: dict[str, int] = {}
+        total: Counter[str] = Counter()
         for reward in self._rewards:
-            for name, count in reward.counters().items():
-                total[name] = total.get(name, 0) + count
-        return total
+            if isinstance(reward, CountingReward):
+                total.update(reward.counters())
+        return dict(total)
 
     def close(self) -> None:
         for reward in self._rewards:

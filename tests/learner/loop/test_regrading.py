@@ -66,9 +66,6 @@ class Given:
         value = self.grade(item)
         return RewardOutput({"given": value}, value)
 
-    def counters(self) -> dict[str, int]:
-        return {}
-
     def close(self) -> None: ...
 
 
