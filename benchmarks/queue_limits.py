@@ -74,7 +74,6 @@ def write_config(directory: Path, *, groups_per_step: int, max_staleness: int) -
         "sampling": {"group_size": GROUP_SIZE, "max_prompt_tokens": 4, "max_new_tokens": 2},
         "reward": {"cache_length": 1},
         "queue": {"max_staleness": max_staleness, "run_ahead": "bound", "lease_timeout_s": 60.0, "max_bytes": 16 << 30},
-        "experimental": {"linger_s": 600.0},
         "learner": {"groups_per_step": groups_per_step, "steps": 10_000_000},
     }
     path = directory / "config.toml"

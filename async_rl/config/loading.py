@@ -167,6 +167,8 @@ def renew(raw: Mapping[str, Any]) -> None:
     queue = raw.get("queue")
     if isinstance(queue, dict):
         queue.pop("adaptive", None)
+        if isinstance(experimental, dict) and "linger_s" in experimental:
+            queue["linger_s"] = experimental.pop("linger_s")
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -98,6 +98,12 @@ class QueueConfig(Section):
         description="Share of a generator's last 100 groups that the queue may refuse as invalid. Above it, the "
         "generator gets no more leases; if no other generator is alive, the run stops.",
     )
+    linger_s: Free[float] = Field(
+        default=600.0,
+        ge=0,
+        description="Seconds for which the queue server waits for a learner that has ended or is silent, before it "
+        "ends with exit code 1.",
+    )
     journal_dir: Free[str | None] = Field(
         default=None,
         description="Directory on a local disk for the groups that the queue holds; if unset, run.dir/queue.",

@@ -277,9 +277,6 @@ class ExperimentalConfig(Section):
         description="Mean difference, in nats, between the log-probabilities of a generator and of the learner above "
         "which weights.parity acts; if unset, 0.001 where both compute in float32, else 0.05.",
     )
-    linger_s: Free[float] = Field(
-        default=60.0, ge=0, description="Seconds that the queue server keeps running after its learner has ended."
-    )
     max_skipped_steps: Recorded[int] = Field(
         default=10,
         ge=1,

@@ -416,7 +416,7 @@ class RunCommands:
             host = f"[{host}]" if ":" in host else host
             argv += ["--set", f"queue.address=tcp://{host}:{bound_port}"]
         # The server ends with launch. Without a learner it must stay: loading a large model may take hours.
-        argv += ["--set", f"experimental.linger_s={_DAY_S}", "--run-id", self._run_id, *self._flags]
+        argv += ["--set", f"queue.linger_s={_DAY_S}", "--run-id", self._run_id, *self._flags]
         return Command("queue", _python(argv), self._environment(1, {VISIBLE: ""}))
 
     def learner(self, master_port: int) -> list[Command]:

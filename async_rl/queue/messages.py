@@ -390,7 +390,7 @@ class ConfirmLineage(OfLearner, frozen=True):
 
 
 class LearnerGoodbye(OfLearner, frozen=True):
-    """The learner ends. The server waits ``experimental.linger_s`` for another learner."""
+    """The learner ends. The server waits ``queue.linger_s`` for another learner."""
 
 
 class Evaluate(OfLearner, frozen=True):

@@ -164,7 +164,8 @@ def test_the_innermost_field_says_whether_a_resumed_run_may_change_a_key(key: st
     assert on_resume(Config, key) is expected
 
 
-def test_the_bound_that_lowered_itself_is_dropped_from_the_config_of_a_run(tmp_path: Path):
+def test_keys_that_are_gone_or_have_moved_are_renewed_in_the_config_of_a_run(tmp_path: Path):
     written = 'run.dir = "r"\nmodel.path = "m"\n[queue]\nadaptive = true\nmax_staleness = 7\n[experimental]\n'
-    (tmp_path / "config.toml").write_text(f"{written}adaptive_min_ess = 0.9\nadaptive_max_kl = 0.1\n")
-    assert load_run_config(tmp_path / "config.toml").queue.max_staleness == 7
+    (tmp_path / "config.toml").write_text(f"{written}adaptive_min_ess = 0.9\nadaptive_max_kl = 0.1\nlinger_s = 60.0\n")
+    queue = load_run_config(tmp_path / "config.toml").queue
+    assert (queue.max_staleness, queue.linger_s) == (7, 60.0)

@@ -42,7 +42,7 @@ def test_a_learner_killed_before_its_first_checkpoint_and_in_its_last_evaluation
         write_tiny_task(tmp_path),
         learner={"steps": NUM_STEPS},
         generator={"backend": "fake", "batch_size": 4},
-        experimental={"fake": FAKE, "linger_s": 30.0},
+        experimental={"fake": FAKE},
         checkpoint={"every": 0},
         eval={"every": 0},
     )

@@ -201,8 +201,7 @@ def make_config(run_dir: str, **sections: Mapping[str, Any]) -> Config:
         "sampling": {"group_size": 2, "max_new_tokens": 8, "max_prompt_tokens": 8},
         "reward": {"cache_length": 2},
         "learner": {"groups_per_step": 2, "steps": 3},
-        "queue": {"max_staleness": 1},
-        "experimental": {"linger_s": 5.0},
+        "queue": {"max_staleness": 1, "linger_s": 5.0},
     }
     for section, values in sections.items():
         raw[section] = {**raw.get(section, {}), **values}

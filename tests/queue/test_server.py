@@ -9,11 +9,14 @@ import signal
 import socket
 import sys
 import threading
+import time
+from contextlib import closing
 
 import numpy as np
 import pytest
 import zmq
 
+from async_rl.config.queue import QueueConfig
 from async_rl.errors import AddressError, QueueError
 from async_rl.net.keys import ClientKeys, make_keys
 from async_rl.net.wire import Message, decode, encode
@@ -32,6 +35,7 @@ from async_rl.queue.messages import (
     StepAck,
 )
 from async_rl.queue.server.handlers import Deferred, Handlers
+from async_rl.queue.server.lifetime import Lifetime
 from async_rl.queue.server.start import answering_run, ensure_queue
 from async_rl.records import Sampling
 from async_rl.run.queue_files import read_record
@@ -250,13 +254,25 @@ def test_leases_without_progress_are_cancelled_and_their_holder_told(servers, tm
 
 
 def test_a_server_that_its_learner_left_or_never_found_ends(servers, tmp_path):
-    left = servers.start(make_config(str(tmp_path / "run"), experimental={"linger_s": 0.2}))
+    left = servers.start(make_config(str(tmp_path / "run"), queue={"linger_s": 0.2}))
     learner = servers.learner(left.address)
     attach(learner)
     learner.close()
     never = servers.spawn(make_config(str(tmp_path / "other")), "--orphan-s", "0.2")
     assert left.process.communicate(timeout=20)[0].startswith("ended: the learner has been gone")
     assert never.communicate(timeout=20)[0].startswith("ended: no learner attached")
+    assert (left.process.returncode, never.returncode) == (1, 1), "a service manager starts it again"
+
+
+def test_a_learner_that_is_away_for_nine_minutes_finds_its_queue(run):
+    with closing(Lifetime(linger_s=QueueConfig().linger_s, orphan_s=None, grace_s=0.0)) as lifetime:
+        left_at = time.monotonic()
+
+        def reason_to_end(after_s: float) -> str:
+            return lifetime.reason_to_end(run.server._state, [], left_at + after_s, learner_left=True)
+
+        assert reason_to_end(9 * 60.0) == ""
+        assert reason_to_end(10 * 60.0) == "the learner has been gone for 600 s (queue.linger_s = 600)"
 
 
 def test_the_server_ends_with_its_parent(servers, tmp_path):
@@ -275,6 +291,7 @@ def test_a_server_that_gets_sigterm_serves_its_learner_until_that_has_saved_and_
     assert server.process.poll() is None
     learner.close()
     assert server.process.communicate(timeout=20)[0] == "ended: SIGTERM\n"
+    assert server.process.returncode == 0
     ledger = json.loads((tmp_path / "run" / "ledger.json").read_text())
     assert ledger["groups"]["in_flight"] == 2
 

@@ -319,7 +319,7 @@ class LearnerQueue:
     def close(self) -> None:
         """Tell the queue that its learner leaves.
 
-        If the run is not finished, the server waits ``experimental.linger_s`` seconds for another learner, then ends.
+        If the run is not finished, the server waits ``queue.linger_s`` seconds for another learner, then ends.
         """
         if self._keep_alive is not None:
             self._keep_alive.close()

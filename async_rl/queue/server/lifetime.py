@@ -11,6 +11,7 @@ from async_rl.queue.core.state import QueueState
 
 LEARNER_SILENCE_S = 20.0
 """A learner counts as gone when it sent nothing, not even ``Alive``, for this many seconds."""
+FINISHED = "the run is finished"
 FINISH_GRACE_S = 10.0
 """Longest time, in seconds after the end of the run, that the server waits until all generators know of the end."""
 
@@ -79,7 +80,7 @@ class Lifetime:
             self._wake.clear()  # the waits for messages must not return at once
         if state.finished:
             self._finished_at = self._finished_at or now
-            return "the run is finished" if not any(unaware) or now - self._finished_at >= FINISH_GRACE_S else ""
+            return FINISHED if not any(unaware) or now - self._finished_at >= FINISH_GRACE_S else ""
         if state.learner is None:
             if self._orphan_s is not None and now - self._started >= self._orphan_s:
                 return f"no learner attached for {self._orphan_s:.0f} s"
@@ -87,7 +88,7 @@ class Lifetime:
         silence_s = 0.0 if learner_left else LEARNER_SILENCE_S
         silent_s = now - self._learner_seen
         if silent_s >= silence_s + self._linger_s:
-            return f"the learner has been gone for {silent_s:.0f} s (experimental.linger_s = {self._linger_s:.0f})"
+            return f"the learner has been gone for {silent_s:.0f} s (queue.linger_s = {self._linger_s:.0f})"
         return ""
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ cause. While the disk is full, the server does not answer returned groups, so ge
 no reply before its commit succeeds.
 
 ``queue.json`` has the server's address and process, ``ledger.json`` what became of every group. The server ends when
-the run is finished and its generators know it, when its learner has been gone for ``experimental.linger_s``, when its
+the run is finished and its generators know it, when its learner has been gone for ``queue.linger_s``, when its
 parent dies, or on SIGTERM.
 """
 
@@ -141,9 +141,7 @@ class QueueServer:
         self._learner_peer: bytes | None = None
         self._files_logged_at = float("-inf")
         self._last_news: tuple[Announcement | None, bool] = None, False
-        self._lifetime = Lifetime(
-            linger_s=config.experimental.linger_s, orphan_s=orphan_s, grace_s=config.checkpoint.grace_s
-        )
+        self._lifetime = Lifetime(linger_s=config.queue.linger_s, orphan_s=orphan_s, grace_s=config.checkpoint.grace_s)
         self._files = RunFiles(run_dir, self.address)
         self._metrics, self._metrics_at = MetricsEndpoint("queue", config.log.prometheus_port, config), float("-inf")
         self._poller = zmq.Poller()

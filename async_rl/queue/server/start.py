@@ -20,6 +20,7 @@ from async_rl.net.address import check_address, why_unbindable
 from async_rl.net.keys import ClientKeys, client_keys_of
 from async_rl.process.child import is_alive, is_parent_gone, module_command, package_environment, reuse_freed_memory
 from async_rl.queue.client.clients import LearnerQueue
+from async_rl.queue.server.lifetime import FINISHED
 from async_rl.queue.server.server import QueueServer
 from async_rl.queue.storage.journal import Journal
 from async_rl.run.directory import move_aside
@@ -50,6 +51,7 @@ def run_queue(
         DataError: a data set is wrong.
         AddressError: the address can't be bound.
         ConfigError: the config does not fit.
+        SystemExit: the server ended without its learner (``exit_code``).
     """
     from async_rl.data.dataset import load_rows_of, load_train_rows
 
@@ -61,9 +63,18 @@ def run_queue(
     server = QueueServer(
         config, train.rows, evals, data_digest=train.digest, open_journal=open_journal, run_id=run_id or "",
         insecure=insecure, on_ready=on_ready,
-        orphan_s=config.experimental.linger_s + _START_S if run_id else None,
+        orphan_s=config.queue.linger_s + _START_S if run_id else None,
     )  # fmt: skip
-    serve_until_signal(server)
+    if code := exit_code(serve_until_signal(server)):
+        raise SystemExit(code)
+
+
+def exit_code(reason: str) -> int:
+    """Return the exit code of a server that ended for ``reason``.
+
+    It is 0 if the run is finished or a signal asked for the end, else 1, so that a service manager starts it again.
+    """
+    return 0 if reason in (FINISHED, "SIGTERM", "SIGINT") else 1
 
 
 def journal_directory(config: Config) -> Path:
