@@ -254,11 +254,11 @@ class QueueStats(msgspec.Struct, frozen=True):
         bytes: the size of the groups that are stored, evaluations included.
         in_flight: the number of groups that are being sampled.
         num_generators: the number of generators that are alive.
-        generators: the sum of the totals of these generators.
+        generators: the sums of their decode steps and counters.
         ledger: all counts of the ledger, by name.
         prompts_too_long: the number of prompts that were excluded as too long.
         epoch: the epoch of the newest sampled prompt.
-        alive_generators: the ids of the generators that are alive.
+        reports: the last report of each of these generators, by id, without what is in ``generators``.
         metrics: metrics of ``data.curriculum`` and ``queue.run_ahead``, by name.
     """
 
@@ -270,7 +270,7 @@ class QueueStats(msgspec.Struct, frozen=True):
     ledger: Mapping[str, Any]
     prompts_too_long: int = 0
     epoch: int = 0
-    alive_generators: tuple[str, ...] = ()
+    reports: Mapping[str, GeneratorStats] = {}
     metrics: Mapping[str, float] = {}
 
 

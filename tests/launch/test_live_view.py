@@ -114,14 +114,9 @@ def notes_of(tmp_path: Path, *rows: dict[str, float]) -> list[str]:
     return [line for line in shown_lines(tmp_path, *rows) if line.startswith("note")]
 
 
-def test_the_plain_view_prints_a_line_a_step_on_which_the_figures_of_the_generators_stay(tmp_path: Path):
+def test_the_plain_view_prints_a_line_for_each_step(tmp_path: Path):
     rows = ({"step": 0, "eval/gsm8k/accuracy": 0.5}, a_row(1, **{"reward/mean": 1.0}))
     assert shown_lines(tmp_path, *rows) == ["eval gsm8k of step 0: accuracy 0.500", "step 1/10 | reward 1"]
-    generators = {"throughput/generated_tokens_per_s": 500.0, "idle/generators": 0.25}
-    lines = shown_lines(tmp_path, a_row(1), a_row(2, **generators), a_row(3))
-    assert ["generated 500 tok/s" in line and "idle generators 25%" in line for line in lines] == [False, True, True]
-    (line,) = shown_lines(tmp_path, a_row(4))  # of another launch, with other generators
-    assert "generated" not in line
 
 
 # --- notes on what goes wrong

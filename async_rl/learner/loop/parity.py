@@ -312,7 +312,7 @@ class ParityPart(StepPart):
         return self._gate.check_sampled(batch.groups, prepared, self._state.lineage, version=version)
 
     def acknowledged(self, acked: Acked) -> None:
-        self._alive_generators = acked.stats.alive_generators
+        self._alive_generators = tuple(acked.stats.reports)
 
     def record(self, result: StepResult) -> Mapping[str, float]:
         return self._gate.observe(self._state.lineage, self._state.version, self._alive_generators)

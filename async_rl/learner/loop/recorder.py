@@ -97,9 +97,7 @@ class StepRecorder:
             max_new_tokens=self._config.sampling.max_new_tokens,
             max_turn_tokens=self._config.environment.max_turn_tokens,
         )
-        row |= self.clock.lap(
-            stats.generators, alive_generators=stats.alive_generators, trained_tokens=result.facts.tokens_trained
-        )
+        row |= self.clock.lap(stats.generators, stats.reports, trained_tokens=result.facts.tokens_trained)
         row |= device_metrics([*result.measured, *other_updates], row["time/train_s"])
         row |= self._weights.stats()
         self._metrics.write({"step": state.step, "version": state.version, **row})
@@ -200,7 +198,7 @@ class StepClock:
         self._origin = time.monotonic() - elapsed_s
         self._lap_start = time.monotonic()
         self._parts: dict[str, float] = {}
-        self._generators: tuple[Sequence[str], GeneratorStats] | None = None
+        self._generators: dict[str, tuple[GeneratorStats, GeneratorStats | None]] = {}
 
     @property
     def elapsed_s(self) -> float:
@@ -226,14 +224,13 @@ class StepClock:
             self._parts[name] = self._parts.get(name, 0.0) + time.monotonic() - start
 
     def lap(
-        self, generators: GeneratorStats, *, alive_generators: Sequence[str], trained_tokens: int
+        self, together: GeneratorStats, reports: Mapping[str, GeneratorStats], *, trained_tokens: int
     ) -> dict[str, float]:
         """End the current step and begin the next one. Return the time metrics of the step that ends.
 
         Args:
-            generators: sums over the generators named by ``alive_generators``, since their start. Their difference to
-                the last step counts.
-            alive_generators: ids of the generators that are alive.
+            together: decode steps and counters of all generators that are alive.
+            reports: the last report of each of them. Its difference to the one before counts, until the next one.
             trained_tokens: number of tokens that the step trained on.
         """
         now = time.monotonic()
@@ -253,48 +250,62 @@ class StepClock:
             "throughput/trained_tokens_per_s": trained_tokens / wall,
             **{
                 name if name.startswith("agent/") else f"grading/{name}": float(count)
-                for name, count in generators.counters.items()
+                for name, count in together.counters.items()
             },
-            **self._generator_metrics(alive_generators, generators, wall, busy),
+            **self._generator_metrics(together, reports, wall, busy),
         }
-        self._lap_start, self._parts, self._generators = now, {}, (alive_generators, generators)
+        self._lap_start, self._parts = now, {}
         return metrics
 
     def _generator_metrics(
-        self, alive_generators: Sequence[str], now: GeneratorStats, wall: float, learner_busy: float
+        self, together: GeneratorStats, reports: Mapping[str, GeneratorStats], wall: float, learner_busy: float
     ) -> dict[str, float]:
-        # A difference needs two readings of the same generators; without them the keys are left out. Equal names and
-        # slots are not enough, because a generator that restarted under its name counts from 0 again.
-        if self._generators is None or now.max_running == 0 or tuple(alive_generators) != tuple(self._generators[0]):
+        self._generators = {name: _growth(self._generators.get(name), report) for name, report in reports.items()}
+        growths = [growth for _, growth in self._generators.values() if growth is not None]
+        if not growths:
             return {}
-        before = self._generators[1]
-        shrunk = any(getattr(now, name) < getattr(before, name) for name in GENERATOR_TOTALS)
-        if shrunk or now.max_running != before.max_running or now.wall_s <= before.wall_s:
-            return {}
-        # Readings come with heartbeats, which may be rarer than steps, so they give a rate and not this step's count.
-        # ``each_s`` is the average time between the two readings of one generator.
-        each_s = (now.wall_s - before.wall_s) / len(alive_generators)
-        generate = (now.busy_sequence_s - before.busy_sequence_s) / (now.max_running * each_s) * wall
+        num, slots = len(growths), sum(growth.max_running for growth in growths)
+
+        def per_s(name: str) -> float:
+            return sum(getattr(growth, name) / growth.wall_s for growth in growths)
 
         def share(name: str) -> float:
-            return min(max((getattr(now, name) - getattr(before, name)) / (now.wall_s - before.wall_s), 0.0), 1.0)
+            return min(per_s(name) / num, 1.0)
 
-        activations = now.num_activations - before.num_activations
+        activations = sum(growth.num_activations for growth in growths)
         # All decode steps since the start count: those of one step are too much alike to show what a sequence takes.
-        times = decode_times(now.decoded)
-        slots, busy_s = now.max_running / len(alive_generators), now.busy_s - before.busy_s
-        running = (now.busy_sequence_s - before.busy_sequence_s) / max(busy_s, 1e-9)
+        times, used = decode_times(together.decoded), per_s("busy_sequence_s") / slots
+        running = per_s("busy_sequence_s") / max(per_s("busy_s"), 1e-9)
         return {
-            "idle/generators": min(max(1.0 - busy_s / (now.wall_s - before.wall_s), 0.0), 1.0),
-            "throughput/generated_tokens_per_s": (now.num_tokens - before.num_tokens) / each_s,
-            "time/pause_s": (now.pause_s - before.pause_s) / activations if activations else 0.0,
-            "time/generate_s": generate,
-            "time/grading_s": (now.grading_s - before.grading_s) / (now.wall_s - before.wall_s) * wall,
-            "time/environment_s": (now.environment_s - before.environment_s) / (now.wall_s - before.wall_s) * wall,
+            "idle/generators": 1.0 - share("busy_s"),
+            "throughput/generated_tokens_per_s": per_s("num_tokens"),
+            "time/pause_s": sum(growth.pause_s for growth in growths) / activations if activations else 0.0,
+            "time/generate_s": used * wall,
+            "time/grading_s": per_s("grading_s") / num * wall,
+            "time/environment_s": per_s("environment_s") / num * wall,
             **{f"idle/{cause}": share(f"idle_{cause}_s") for cause in ("grading", "environment", "weights", "leases")},
-            "overlap/efficiency": max(generate, learner_busy) / wall,
-            **({} if times is None else _decode_metrics(times, generate / wall, running=running, slots=slots)),
+            "overlap/efficiency": max(used * wall, learner_busy) / wall,
+            **({} if times is None else _decode_metrics(times, used, running=running, slots=slots / num)),
         }
+
+
+def _growth(
+    known: tuple[GeneratorStats, GeneratorStats | None] | None, report: GeneratorStats
+) -> tuple[GeneratorStats, GeneratorStats | None]:
+    """Return a generator's ``report``, and by how much it is more than the one before; None if that is not known.
+
+    ``known`` is the result for the report before. Heartbeats may be rarer than steps: it stays until the next one.
+    """
+    if known is None or report.max_running == 0:
+        return report, None
+    before, _ = known
+    more: dict[str, Any] = {name: getattr(report, name) - getattr(before, name) for name in GENERATOR_TOTALS}
+    if not any(more.values()):
+        return known
+    # A generator that restarted under its name counts from 0 again.
+    if min(more.values()) < 0 or more["wall_s"] == 0 or more["max_running"]:
+        return report, None
+    return report, GeneratorStats(**more | {"max_running": report.max_running})
 
 
 def _decode_metrics(times: tuple[float, float], used: float, *, running: float, slots: float) -> dict[str, float]:

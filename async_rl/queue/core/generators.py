@@ -21,7 +21,6 @@ from async_rl.queue.core.leases import ActiveLease
 from async_rl.queue.core.pace import Paces
 from async_rl.queue.messages import (
     DOCTOR,
-    GENERATOR_TOTALS,
     MAX_COUNTERS,
     MAX_TOTAL,
     AnswerProbe,
@@ -402,7 +401,7 @@ class GeneratorTable:
         return [self._entries[generator_id] for generator_id in self._to_notify]
 
     def total(self, now: float) -> GeneratorStats:
-        """Return the sum of the statistics of all generators that are alive. None exceeds ``MAX_TOTAL``.
+        """Return the decode steps and counters of all generators that are alive, summed. None exceeds ``MAX_TOTAL``.
 
         Of too many counters those that the most generators report are kept, because a forger could invent some.
         """
@@ -416,8 +415,7 @@ class GeneratorTable:
         counters = {name: bounded(stats.counters.get(name, 0) for stats in alive) for name in names}
         by_running = itertools.zip_longest(*(stats.decoded for stats in alive), fillvalue=Decoded())
         decoded = tuple(Decoded(*map(bounded, zip(*map(msgspec.structs.astuple, parts)))) for parts in by_running)
-        sums = {name: bounded(getattr(stats, name) for stats in alive) for name in GENERATOR_TOTALS}
-        return GeneratorStats(**sums, decoded=decoded, counters=counters)
+        return GeneratorStats(decoded=decoded, counters=counters)
 
     def as_dicts(self, now: float) -> list[dict[str, Any]]:
         return [

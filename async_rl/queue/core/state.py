@@ -355,7 +355,9 @@ class QueueState(PersistedState):
             prompts_too_long=self.prompts_too_long,
             epoch=self.stream.epoch,
             metrics={**self._curriculum_metrics(), **self.run_ahead.metrics(self.now)},
-            alive_generators=tuple(sorted(entry.generator_id for entry in alive)),
+            reports={
+                entry.generator_id: msgspec.structs.replace(entry.stats, decoded=(), counters={}) for entry in alive
+            },
         )
 
     def _curriculum_metrics(self) -> dict[str, float]:

@@ -20,7 +20,6 @@ logger = logging.getLogger(__name__)
 
 MUCH_IDLE = 0.1
 """Share of the time from which a side counts as idle."""
-_GENERATOR_KEYS = ("throughput/generated_tokens_per_s", "idle/generators")
 
 
 class StepLines:
@@ -53,8 +52,6 @@ class RunProgress:
         for row in history:
             self.add(row)
         self.rows.clear()
-        for key in _GENERATOR_KEYS:  # of generators that have ended
-            self.step_row.pop(key, None)
 
     @property
     def is_training(self) -> bool:
@@ -68,9 +65,7 @@ class RunProgress:
         if is_step_row(row):
             if self.rows and row["step"] <= self.rows[-1]["step"]:
                 self.rows.clear()  # rolled back: measure the pace again
-            # Generators report less often than the learner steps: show their figures until the next ones.
-            kept = {key: self.step_row[key] for key in _GENERATOR_KEYS if key in self.step_row}
-            self.step_row = kept | row
+            self.step_row = row
             self.rows.append(row)
 
     @property

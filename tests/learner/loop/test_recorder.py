@@ -68,47 +68,53 @@ def test_every_so_many_steps_are_written_from_the_first_on_and_the_last(tmp_path
     assert written == [f"step-{step:06d}.jsonl" for step in steps]
 
 
-def laps(*readings: GeneratorStats, alive: tuple[str, ...] = ("a", "b"), then_alive: tuple[str, ...] | None = None):
-    """The rows of laps at these readings. ``then_alive``: the generators at the last one."""
+def laps(*readings: dict[str, GeneratorStats]) -> list[dict[str, float]]:
+    """The rows of laps at these reports of generators, by their ids. The first report has what all of them count."""
     clock = StepClock(elapsed_s=100.0)
-    alive_at = [alive] * (len(readings) - 1) + [then_alive or alive]
-    return [
-        clock.lap(stats, alive_generators=who, trained_tokens=10) for stats, who in zip(readings, alive_at, strict=True)
-    ]
+    return [clock.lap(next(iter(reports.values())), reports, trained_tokens=10) for reports in readings]
 
 
-def test_generator_figures_are_differences_between_laps_whenever_heartbeats_come():
+def test_generator_figures_are_differences_between_reports_and_stay_until_the_next_ones():
+    first = GeneratorStats(max_running=4, wall_s=20, busy_s=17, busy_sequence_s=20, num_tokens=100)
     later = GeneratorStats(
-        max_running=8, wall_s=40, busy_s=33, busy_sequence_s=84, num_tokens=400, pause_s=0.3, num_activations=3,
+        max_running=4, wall_s=30, busy_s=26, busy_sequence_s=52, num_tokens=250, pause_s=0.3, num_activations=3,
         counters={"judge_requests": 3},
     )  # fmt: skip
-    first = GeneratorStats(max_running=8, wall_s=20, busy_s=17, busy_sequence_s=20, num_tokens=100)
-    _, row, between_heartbeats = laps(first, later, later)
-    # Two generators with 4 slots each, in 10 s: busy 16 of 20 s; 64 of 80 sequence-seconds; 300 tokens; 3 pauses.
-    assert row["idle/generators"] == pytest.approx(0.2)
-    assert row["time/generate_s"] / row["time/step_s"] == pytest.approx(0.8)
-    assert row["throughput/generated_tokens_per_s"] == pytest.approx(30.0)
-    assert row["time/pause_s"] == pytest.approx(0.1)
+    other = GeneratorStats(max_running=4, wall_s=5), GeneratorStats(max_running=4, wall_s=15, busy_s=7)
+    none, row, between_heartbeats = laps(*({"a": a, "b": b} for a, b in zip((first, later, later), (*other, other[1]))))
+    assert "time/generate_s" not in none
+    # Two generators with 4 slots each, in 10 s: busy 16 of 20 s; 32 of 80 sequence-seconds; 150 tokens; 3 pauses.
+    for each in (row, between_heartbeats):
+        assert each["idle/generators"] == pytest.approx(0.2)
+        assert each["time/generate_s"] / each["time/step_s"] == pytest.approx(0.4)
+        assert each["throughput/generated_tokens_per_s"] == pytest.approx(15.0)
+        assert each["time/pause_s"] == pytest.approx(0.1)
     assert row["grading/judge_requests"] == 3.0
     assert row["time_s"] >= 100.0
-    assert "time/generate_s" not in between_heartbeats
+
+
+def test_rates_of_a_fast_and_a_slow_generator_are_right_whichever_of_them_has_reported():
+    def report(tokens_per_s: float, wall_s: int) -> GeneratorStats:
+        return GeneratorStats(max_running=4, wall_s=wall_s, num_tokens=round(tokens_per_s * wall_s))
+
+    # Each reports every 4 s, a step takes 2 s: the fast one is heard in odd steps, the slow one in even ones.
+    rows = laps(*(
+        {"fast": report(2000, 4 * ((step + 1) // 2)), "slow": report(0.5, 2 + 4 * (step // 2))} for step in range(9)
+    ))  # fmt: skip
+    rates = [row["throughput/generated_tokens_per_s"] for row in rows[3:]]
+    assert rates == pytest.approx([2000.5] * 6, rel=0.1)
 
 
 @pytest.mark.parametrize(
-    ("max_running", "wall_s", "num_tokens", "then_alive"),
+    "now",
     [
-        (16, 130, 1700, ("a", "b", "c")),  # one has joined
-        # One took another's place, and has run longer than that one, so every sum has grown.
-        (8, 130, 1700, ("a", "c")),
-        (8, 110, 600, ("a", "b")),  # one was restarted under its name: its 500 tokens are gone
+        {"c": GeneratorStats(max_running=8, wall_s=130, num_tokens=1700)},  # another one
+        {"a": GeneratorStats(max_running=8, wall_s=10, num_tokens=1600)},  # it was restarted under its name
+        {"a": GeneratorStats(max_running=4, wall_s=130, num_tokens=1600)},  # likewise, with fewer sequences
     ],
 )
-def test_generator_figures_are_left_out_without_two_readings_of_the_same_generators(
-    max_running: int, wall_s: float, num_tokens: int, then_alive: tuple[str, ...]
-):
-    before = GeneratorStats(max_running=8, wall_s=105, num_tokens=1000)
-    after = GeneratorStats(max_running=max_running, wall_s=wall_s, num_tokens=num_tokens)
-    for row in laps(before, after, then_alive=then_alive):
+def test_generator_figures_are_left_out_without_two_reports_of_a_generator(now: dict[str, GeneratorStats]):
+    for row in laps({"a": GeneratorStats(max_running=8, wall_s=105, num_tokens=1000)}, now):
         assert not {"idle/generators", "throughput/generated_tokens_per_s"} & row.keys()
 
 
@@ -126,25 +132,25 @@ def test_generators_have_to_spare_what_full_batches_would_save(sequence_s: float
 
     first, later = decoded(4, 100), decoded(2, 100)
     before = GeneratorStats(
-        max_running=16, wall_s=100, busy_s=first.busy_s, busy_sequence_s=first.busy_sequence_s,
+        max_running=8, wall_s=100, busy_s=first.busy_s, busy_sequence_s=first.busy_sequence_s,
         decoded=(Decoded(), Decoded(), first),
     )  # fmt: skip
-    # Two generators together, both busy all the time.
+    # Busy all the time.
     after = GeneratorStats(
-        max_running=16, wall_s=100 + later.busy_s, busy_s=first.busy_s + later.busy_s,
+        max_running=8, wall_s=100 + later.busy_s, busy_s=first.busy_s + later.busy_s,
         busy_sequence_s=first.busy_sequence_s + later.busy_sequence_s, decoded=(Decoded(), later, first),
     )  # fmt: skip
-    assert laps(before, after)[1]["idle/spare"] == pytest.approx(spare)
+    assert laps({"a": before}, {"a": after})[1]["idle/spare"] == pytest.approx(spare)
 
 
 def test_parts_of_a_step_are_timed_apart_and_start_anew_each_lap():
     clock = StepClock(elapsed_s=0.0)
     with clock.part("train"), clock.part("prepare"):
         pass
-    row = clock.lap(GeneratorStats(), alive_generators=("a",), trained_tokens=0)
+    row = clock.lap(GeneratorStats(), {}, trained_tokens=0)
     assert 0 < row["time/prepare_s"] <= row["time/train_s"] <= row["time/step_s"]
     assert row["time/wait_s"] == 0
-    assert clock.lap(GeneratorStats(), alive_generators=("a",), trained_tokens=0)["time/train_s"] == 0
+    assert clock.lap(GeneratorStats(), {}, trained_tokens=0)["time/train_s"] == 0
 
 
 def decode_steps(running: int, step_s: float, num_steps: int) -> Decoded:
