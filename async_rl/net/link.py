@@ -43,6 +43,7 @@ _FAILED = {
     int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL),
     int(zmq.EVENT_HANDSHAKE_FAILED_AUTH),
 }
+_OTHER_KEY = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
 _SILENT = -1
 """The failure of a server that accepted the connection and then said nothing until ZeroMQ gave up."""
 _READABLE = int(zmq.POLLIN)
@@ -59,6 +60,10 @@ class Link:
         server: what the server is called in texts, such as "the queue server".
         public_key: the client's public key (z85), which the server must know; empty without keys.
         to_open: what to open if a firewall drops the packets; the port of ``address`` if it is empty.
+
+    Attributes:
+        new_key_s: seconds for which another server key is no trouble. A server may have a new one at each start, which
+            its clients learn somewhat later.
     """
 
     def __init__(
@@ -73,7 +78,7 @@ class Link:
         """Whether the socket was connected at the last ``update``. A connection to a suspended server still counts."""
         self._lost_at = time.monotonic()
         self._opened_at: float | None = None
-        self._failure = 0
+        self._failure, self._failed_at, self.new_key_s = 0, 0.0, 0.0
         self._reconnect_at: float | None = None
         self._probe: threading.Thread | None = None
         self._probe_at = 0.0
@@ -94,7 +99,8 @@ class Link:
             return ""
         is_waiting = self._opened_at is not None and time.monotonic() - self._opened_at > _HANDSHAKE_S
         if self._failure not in (0, _SILENT):
-            return self._handshake_trouble()
+            is_new = self._failure == _OTHER_KEY and time.monotonic() - self._failed_at < self.new_key_s
+            return "" if is_new else self._handshake_trouble()
         if self._failure == _SILENT or is_waiting:
             return (
                 f"{self._server} at {self._address} accepts connections, but does not answer; check that its process "
@@ -135,9 +141,10 @@ class Link:
             self.is_connected, self._lost_at = False, now
         opened_at, self._opened_at = self._opened_at, now if event == zmq.EVENT_CONNECTED else None
         if event in _FAILED:
+            self._failed_at = self._failed_at if self._failure else now
             is_silent = opened_at is not None and now - opened_at > _HANDSHAKE_S
             self._failure = _SILENT if is_silent else event
-            if event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+            if event != _OTHER_KEY:
                 self._reconnect_at = now + _RECONNECT_S
         elif event == zmq.EVENT_CLOSED:  # an attempt to connect has failed, so what was found before may be over
             self._failure = 0

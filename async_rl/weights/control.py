@@ -35,6 +35,8 @@ from async_rl.net.wire import Limits, encode
 from async_rl.weights.peer_messages import PeerFailed, PeerOffer
 
 HEARTBEAT_S = 1.0
+_ANNOUNCED_S = 60.0
+"""A learner listens, with a new key, before the queue announces it. So long another key is no trouble."""
 
 TO_PUBLISHER_LIMITS = Limits(max_bytes=1 << 16, max_header_bytes=1 << 16, max_arrays=0, max_items=256, max_depth=5)
 TO_MEMBER_LIMITS = Limits(max_bytes=64 << 20, max_arrays=0, max_depth=None)
@@ -370,6 +372,7 @@ class PublisherSocket:
             address, "the learner", keys, name=None, max_bytes=TO_MEMBER_LIMITS.max_bytes, drops_unsent=True,
             to_open=to_open,
         )  # fmt: skip
+        self._caller.link.new_key_s = _ANNOUNCED_S
         if wake is not None:
             self._caller.poller.register(wake, zmq.POLLIN)
 

@@ -114,6 +114,16 @@ def test_keys_that_do_not_fit(keys: Path):
         assert "has no keys, but this client has" in trouble_of(link)
 
 
+def test_a_server_that_started_again_may_have_a_new_key_until_its_clients_hear_of_it(keys: Path):
+    ours = ClientKeys.load(keys / "keys/client.key")
+    with server(ServerKeys.ephemeral(keys / "keys")) as address, client(address, ours) as link:
+        link.new_key_s = 2 * LOST_AFTER_S
+        update_until(link, lambda: link.lost_s > 1.5 * LOST_AFTER_S)
+        assert link.trouble == ""
+        assert "has another server key" in trouble_of(link)
+        assert link.lost_s > link.new_key_s
+
+
 def test_a_firewall_that_drops_packets_is_named_with_its_port(monkeypatch: pytest.MonkeyPatch):
     def drop(*_: object) -> None:
         raise TimeoutError
