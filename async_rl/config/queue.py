@@ -101,8 +101,7 @@ class QueueConfig(Section):
     linger_s: Free[float] = Field(
         default=600.0,
         ge=0,
-        description="Seconds for which the queue server waits for a learner that has ended or is silent, before it "
-        "ends with exit code 1.",
+        description="Seconds that the queue server waits for a lost learner before it exits with 1.",
     )
     journal_dir: Free[str | None] = Field(
         default=None,

@@ -14,7 +14,7 @@ from functools import partial
 from async_rl.config.loading import load_config
 from async_rl.errors import UserError
 from async_rl.queue.server.server import QueueServer
-from async_rl.queue.server.start import exit_code, journal_directory, serve_until_signal
+from async_rl.queue.server.start import ENDS_WELL, journal_directory, serve_until_signal
 from async_rl.queue.storage.journal import Journal
 from tests.queue.builders import rows
 
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     print("ended:", reason := serve_until_signal(server), flush=True)
-    return exit_code(reason)
+    return int(reason not in ENDS_WELL)
 
 
 if __name__ == "__main__":

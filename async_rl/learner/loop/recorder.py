@@ -260,52 +260,46 @@ class StepClock:
     def _generator_metrics(
         self, together: GeneratorStats, reports: Mapping[str, GeneratorStats], wall: float, learner_busy: float
     ) -> dict[str, float]:
-        self._generators = {name: _growth(self._generators.get(name), report) for name, report in reports.items()}
+        self._generators = {id_: _growth(self._generators.get(id_, (now, None)), now) for id_, now in reports.items()}
         growths = [growth for _, growth in self._generators.values() if growth is not None]
         if not growths:
             return {}
         num, slots = len(growths), sum(growth.max_running for growth in growths)
 
-        def per_s(name: str) -> float:
-            return sum(getattr(growth, name) / growth.wall_s for growth in growths)
-
-        def share(name: str) -> float:
-            return min(per_s(name) / num, 1.0)
+        def rate(name: str) -> float:
+            return sum(getattr(growth, name) / growth.wall_s for growth in growths) / num
 
         activations = sum(growth.num_activations for growth in growths)
         # All decode steps since the start count: those of one step are too much alike to show what a sequence takes.
-        times, used = decode_times(together.decoded), per_s("busy_sequence_s") / slots
-        running = per_s("busy_sequence_s") / max(per_s("busy_s"), 1e-9)
+        times, used = decode_times(together.decoded), rate("busy_sequence_s") * num / slots
+        running = rate("busy_sequence_s") / max(rate("busy_s"), 1e-9)
         return {
-            "idle/generators": 1.0 - share("busy_s"),
-            "throughput/generated_tokens_per_s": per_s("num_tokens"),
+            "idle/generators": max(1.0 - rate("busy_s"), 0.0),
+            "throughput/generated_tokens_per_s": rate("num_tokens") * num,
             "time/pause_s": sum(growth.pause_s for growth in growths) / activations if activations else 0.0,
             "time/generate_s": used * wall,
-            "time/grading_s": per_s("grading_s") / num * wall,
-            "time/environment_s": per_s("environment_s") / num * wall,
-            **{f"idle/{cause}": share(f"idle_{cause}_s") for cause in ("grading", "environment", "weights", "leases")},
+            "time/grading_s": rate("grading_s") * wall,
+            "time/environment_s": rate("environment_s") * wall,
+            **{f"idle/{cause}": rate(f"idle_{cause}_s") for cause in ("grading", "environment", "weights", "leases")},
             "overlap/efficiency": max(used * wall, learner_busy) / wall,
             **({} if times is None else _decode_metrics(times, used, running=running, slots=slots / num)),
         }
 
 
 def _growth(
-    known: tuple[GeneratorStats, GeneratorStats | None] | None, report: GeneratorStats
+    known: tuple[GeneratorStats, GeneratorStats | None], report: GeneratorStats
 ) -> tuple[GeneratorStats, GeneratorStats | None]:
     """Return a generator's ``report``, and by how much it is more than the one before; None if that is not known.
 
     ``known`` is the result for the report before. Heartbeats may be rarer than steps: it stays until the next one.
     """
-    if known is None or report.max_running == 0:
-        return report, None
     before, _ = known
     more: dict[str, Any] = {name: getattr(report, name) - getattr(before, name) for name in GENERATOR_TOTALS}
     if not any(more.values()):
         return known
-    # A generator that restarted under its name counts from 0 again.
-    if min(more.values()) < 0 or more["wall_s"] == 0 or more["max_running"]:
-        return report, None
-    return report, GeneratorStats(**more | {"max_running": report.max_running})
+    # A generator that restarted under its name counts from 0 again, maybe with room for another number of sequences.
+    is_growth = min(more.values()) >= 0 and more["wall_s"] > 0 and more["max_running"] == 0 < report.max_running
+    return report, GeneratorStats(**more | {"max_running": report.max_running}) if is_growth else None
 
 
 def _decode_metrics(times: tuple[float, float], used: float, *, running: float, slots: float) -> dict[str, float]:

@@ -355,9 +355,7 @@ class QueueState(PersistedState):
             prompts_too_long=self.prompts_too_long,
             epoch=self.stream.epoch,
             metrics={**self._curriculum_metrics(), **self.run_ahead.metrics(self.now)},
-            reports={
-                entry.generator_id: msgspec.structs.replace(entry.stats, decoded=(), counters={}) for entry in alive
-            },
+            reports={e.generator_id: msgspec.structs.replace(e.stats, decoded=(), counters={}) for e in alive},
         )
 
     def _curriculum_metrics(self) -> dict[str, float]:

@@ -32,6 +32,8 @@ _PING_S = 10.0
 """Seconds to wait for the answer of a recorded server. It may be busy, and a second server would split the run."""
 _START_S = 60.0
 _LOOK_AGAIN_S = 0.2
+ENDS_WELL = (FINISHED, "SIGTERM", "SIGINT")
+"""Reasons for which a queue server ends with exit code 0."""
 
 
 def run_queue(
@@ -51,7 +53,7 @@ def run_queue(
         DataError: a data set is wrong.
         AddressError: the address can't be bound.
         ConfigError: the config does not fit.
-        SystemExit: the server ended without its learner (``exit_code``).
+        SystemExit: the server ended without its learner. A service manager starts it again.
     """
     from async_rl.data.dataset import load_rows_of, load_train_rows
 
@@ -65,16 +67,8 @@ def run_queue(
         insecure=insecure, on_ready=on_ready,
         orphan_s=config.queue.linger_s + _START_S if run_id else None,
     )  # fmt: skip
-    if code := exit_code(serve_until_signal(server)):
-        raise SystemExit(code)
-
-
-def exit_code(reason: str) -> int:
-    """Return the exit code of a server that ended for ``reason``.
-
-    It is 0 if the run is finished or a signal asked for the end, else 1, so that a service manager starts it again.
-    """
-    return 0 if reason in (FINISHED, "SIGTERM", "SIGINT") else 1
+    if serve_until_signal(server) not in ENDS_WELL:
+        raise SystemExit(1)
 
 
 def journal_directory(config: Config) -> Path:
