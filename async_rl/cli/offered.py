@@ -9,6 +9,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from async_rl.errors import ExtensionError
+from async_rl.extensions import COMMAND_GROUPS
 from async_rl.registry import find_offer, load, offers
 
 KIND = "async_rl.commands"
@@ -29,6 +30,15 @@ class OfferedCommands(TyperGroup):
             else:
                 self._load_all()  # the message names the nearest
         return self.commands.get(cmd_name)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
+        width = max(map(len, commands))
+        for title, names in {**COMMAND_GROUPS, "Of installed packages": tuple(commands)}.items():
+            found = [(name.ljust(width), commands.pop(name)) for name in names if name in commands]
+            if found:
+                with formatter.section(title):
+                    formatter.write_dl([(name, command.get_short_help_str(limit=120)) for name, command in found])
 
     def _load_all(self) -> None:
         for name, offer in offers(KIND).items():

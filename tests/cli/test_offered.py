@@ -28,9 +28,12 @@ def test_a_package_offers_a_command(
     with pytest.raises(SystemExit, match="0"):
         main(["greet", "--help"])
     assert "completion" not in capsys.readouterr().out
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit, match="0"):
         app(["--help"])
-    assert "greet       Greet." in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "Of installed packages:\n  greet       Greet." in text
+    assert (len(text.splitlines()) <= 50, text.count(":\n")) == (True, 6), "options, our four groups, packages"
 
 
 def test_a_broken_package_is_named_and_ends_nothing_else(

@@ -135,7 +135,7 @@ def compare(
     typer.echo(visible(f"picture: {picture.absolute()}{'' if is_new else ' (in place of an older one)'}"))
 
 
-@sweep_command.command(short_help="Run a config with several values of one key, and compare the runs.")
+@sweep_command.command(short_help="Run a config with several values of one key; compare the runs.")
 def sweep(
     config: ConfigPath,
     over: Annotated[
