@@ -44,9 +44,10 @@ def show_config(
         bool, typer.Option("--explain", help="Print what each key means, its values and its default. See KEY.")
     ] = False,
     as_json: AsJson = False,
+    show_all: Annotated[bool, typer.Option("--all", help="Print also the sections that have only defaults.")] = False,
 ) -> None:
-    """Check CONFIG and print it as TOML with every key, defaults included; or explain its keys. Without CONFIG,
-    --explain KEY shows the defaults.
+    """Check CONFIG and print the sections in use as TOML with every key, defaults included; or explain its keys.
+    Without CONFIG, --explain KEY shows the defaults.
 
     \b
     Examples:
@@ -75,7 +76,7 @@ def show_config(
         if as_json:
             print_json(resolved.model_dump(mode="json"))
         else:
-            typer.echo(config_to_toml(resolved), nl=False)
+            typer.echo(config_to_toml(resolved, is_short=not show_all), nl=False)
         return
     from async_rl.config.document import explain as explain_keys
     from async_rl.config.document import explain_json
@@ -119,7 +120,7 @@ def export(
         typer.echo(f"wrote {out}")
 
 
-@tools.command(short_help="Check a config, or a generator's machine, and say how to fix what is wrong.")
+@tools.command(short_help="Check a config, or a generator's machine; say how to fix it.")
 def doctor(
     config: Annotated[
         Path | None, typer.Argument(metavar="CONFIG", help="A TOML config, on the learner's machine.")

@@ -32,7 +32,7 @@ _INTRO = """\
 # Every key of a config
 
 A config is a TOML file with one table for each section below; `async-rl COMMAND CONFIG --set section.key=value` sets
-single keys. `async-rl config CONFIG` checks a file and prints every key with its value, and
+single keys. `async-rl config CONFIG --all` checks a file and prints every key with its value, and
 `async-rl config CONFIG --explain [KEY]` prints what this page says next to the values of that file. Unknown keys are
 refused. A table `[extension.NAME]` is that of an installed package, whose own model (an entry point of the group
 `async_rl.config`) checks it.

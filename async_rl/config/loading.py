@@ -453,9 +453,15 @@ def _json_object(text: str) -> Any:
         return text
 
 
-def config_to_toml(config: Config) -> str:
-    """Return the config as TOML text with all defaults. Reading the text back gives an equal config."""
-    return tomli_w.dumps(config_data(config))
+def config_to_toml(config: Config, *, is_short: bool = False) -> str:
+    """Return the config as TOML text with all defaults. Reading the text back gives an equal config.
+
+    If ``is_short``, a comment names the sections that have only defaults.
+    """
+    data, default = config_data(config), config_data(default_config()) if is_short else {}
+    unused = [name for name in data if name in default and data[name] == default[name]]
+    text = tomli_w.dumps({name: section for name, section in data.items() if name not in unused})
+    return f"{text}\n# --all adds the sections with only defaults: {', '.join(unused)}\n" if unused else text
 
 
 def config_data(config: Config) -> dict[str, Any]:

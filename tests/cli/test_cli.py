@@ -356,6 +356,9 @@ def test_config_prints_the_config_and_explains_a_key_also_without_a_file(
     changes = ("queue.max_staleness=3", "queue.filter_range=[]", "run.name=a b")
     (config.parent / "again.toml").write_text(printed(capsys, "config", str(config), *settings(*changes)))
     assert load_config(config.parent / "again.toml") == load_config(config, changes)
+    short, full = (printed(capsys, "config", str(config), *more).splitlines() for more in ((), ("--all",)))
+    assert ("[run]" in short, "[critic]" in short, "[critic]" in full) == (True, False, True)
+    assert short[-1].startswith("# --all adds the sections with only defaults: ")
     assert printed_json(capsys, "config", str(config), *settings(*changes))["queue"]["max_staleness"] == 3
     monkeypatch.chdir(config.parent)
     explained = ("config", "--explain", "queue.max_staleness", *settings(changes[0]))
