@@ -81,6 +81,7 @@ def test_restarts_and_the_bound_are_marked_and_start_up_squashes_nothing(tmp_pat
     change = {"step": 40, "changed": {"queue.max_staleness": [4, 6]}}
     (tmp_path / "config_changes.jsonl").write_text(json.dumps(change) + "\n")
     drawn = panels(curve.draw_figure(RunDir(tmp_path), curve.picture_rows(RunDir(tmp_path))))
+    assert list(drawn)[:2] == ["Accuracy", "Staleness"], "beside who waits"
     assert drawn["Seconds per step"].get_ylim() == (0.0, 2.04)
     labels = drawn["Seconds per step"].get_legend_handles_labels()[1]
     assert labels[0] == "step; highest 500"

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-_COLUMNS = 3
+_COLUMNS, _FIRST_ROW = 3, 1.6
+"""Panels side by side; height of those that say whether the run learns, who waits and how old its data is."""
 _KEYS = ("version", *(key for key, shown in SHOWN.items() if shown.panel))
 """The metrics that are drawn. Steps without them have no row, but every step has a version."""
 _LOG_KEYS = tuple(key for title, panel in PANELS.items() if panel.is_log for key in curves(title))
@@ -142,11 +143,11 @@ def _drawable(row: Row, is_start: bool) -> Row:
 def draw_figure(run_dir: RunDir, rows: Sequence[Row]) -> Figure:
     """Return the picture of a run with these rows of metrics: the panels of ``PANELS`` that have a curve."""
     titles = [title for title in PANELS if _curves(rows, title)]
-    num_rows = -(-len(titles) // _COLUMNS)
-    figure = new_figure(18, 0.5 + 2.6 * num_rows)
+    heights = [_FIRST_ROW, *[1.0] * (-(-len(titles) // _COLUMNS) - 1)]
+    figure = new_figure(18, 0.5 + 2.6 * sum(heights))
     name = plain_label(run_dir.path.resolve().name)
     figure.suptitle(f"{name} (thick lines are means over a twentieth of the run)", fontsize=13)
-    grid = figure.subplots(num_rows, _COLUMNS, sharex=True, squeeze=False).ravel()
+    grid = figure.subplots(len(heights), _COLUMNS, sharex=True, squeeze=False, height_ratios=heights).ravel()
     starts = first_steps(run_dir)
     for title, axes in zip(titles, grid, strict=False):
         _draw_panel(axes, title, rows)

@@ -91,7 +91,7 @@ def idle_text(row: Row) -> str:
 
 def generator_waits(row: Row) -> str:
     """Return what the generators waited for while they were idle, as in "60% for grading, 5% for leases"."""
-    waits = ((row.get(key) or 0.0, shown) for key, shown in curves("Idle").items())
+    waits = ((row.get(key) or 0.0, shown) for key, shown in curves("Who waits").items())
     return ", ".join(f"{share:.0%} {shown.label}" for share, shown in waits if shown.least and share >= shown.least)
 
 

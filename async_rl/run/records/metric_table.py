@@ -296,8 +296,8 @@ class Shown(NamedTuple):
     """Where a metric is shown.
 
     Attributes:
-        figure: label and ``{}`` for the number, in the step line, the live view and ``status``. One that begins with a
-            space continues the figure before.
+        figure: label and ``{}`` for the number, in the live view, ``status`` and the line of a step with a note. One
+            that begins with a space continues the figure before.
         panel: title of the panel of ``PANELS`` that has the metric's curve, with its unit and better direction.
         label: of the curve.
         least: the curve is drawn only if it reaches this value. None: always.
@@ -335,6 +335,8 @@ class Panel(NamedTuple):
 
 PANELS: dict[str, Panel] = {
     "Accuracy": Panel("learning", better="higher", low=0.0),
+    "Who waits": Panel("waits", "share of the time", "lower", low=0.0, high=1.0),
+    "Staleness": Panel("staleness", "versions", "lower", low=0.0),
     "Reward": Panel("learning", "per rollout", "higher"),
     "Length": Panel("learning", "sampled tokens"),
     "Entropy": Panel("learning", "nats"),
@@ -342,15 +344,15 @@ PANELS: dict[str, Panel] = {
     "Cut answers": Panel("learning", "share", "lower", low=0.0),
     "Turns": Panel("learning", "per rollout"),
     "Seconds per step": Panel("waits", better="lower", low=0.0),
-    "Idle": Panel("waits", "share of the time", "lower", low=0.0, high=1.0),
     "Tokens per second": Panel("waits", better="higher", low=0.0),
     "Groups in the queue": Panel("waits", low=0.0),
-    "Staleness": Panel("staleness", "versions", "lower", low=0.0),
     "Effective sample size": Panel("staleness", "share of the tokens", "higher", high=1.0),
     "KL to the sampling policy": Panel("staleness", "nats", "lower", is_log=True),
     "Clipped tokens": Panel("staleness", "share", "lower", low=0.0),
 }
-"""The panels of ``curve.png`` and of the report, by title, in their order. Panels without a value are left out."""
+"""The panels of ``curve.png`` and of the report, by title, in their order. Panels without a value are left out.
+
+The picture has the first ones large, in a row of their own."""
 
 _ANY, _MUCH = 1e-9, 0.05
 
@@ -387,12 +389,12 @@ SHOWN: dict[str, Shown] = {
     "time/group_s": Shown(prometheus="group_seconds"),
     "time/own_step_s": Shown(prometheus="own_step_seconds"),
     "overlap/efficiency": Shown(column=("overlap", ".2f")),
-    "idle/learner": Shown("", "Idle", "learner", None, ("learner idle", ".0%"), "idle_ratio"),
-    "idle/generators": Shown("", "Idle", "generators", None, ("generators idle", ".0%"), "generators_idle_ratio"),
-    "idle/grading": Shown("", "Idle", "for grading", _MUCH, ("", ".0%")),
-    "idle/environment": Shown("", "Idle", "for environments", _MUCH, ("", ".0%")),
-    "idle/weights": Shown("", "Idle", "for weights", _MUCH),
-    "idle/leases": Shown("", "Idle", "for leases", _MUCH),
+    "idle/learner": Shown("", "Who waits", "learner", None, ("learner idle", ".0%"), "idle_ratio"),
+    "idle/generators": Shown("", "Who waits", "generators", None, ("generators idle", ".0%"), "generators_idle_ratio"),
+    "idle/grading": Shown("", "Who waits", "for grading", _MUCH, ("", ".0%")),
+    "idle/environment": Shown("", "Who waits", "for environments", _MUCH, ("", ".0%")),
+    "idle/weights": Shown("", "Who waits", "for weights", _MUCH),
+    "idle/leases": Shown("", "Who waits", "for leases", _MUCH),
 }
 """Where metrics are shown, by key, in the order of the figures, curves and columns."""
 
