@@ -2,7 +2,7 @@
 
 The views give every new row of ``metrics.jsonl`` to ``Hints`` and show the notes that it returns: answers cut short,
 steps that trained nothing, training that goes wrong (``run.figures.health``). ``LedgerNotes`` reads those of the queue,
-which ``ledger.json`` has. The summary shows the last of these again, and ``best_lines``.
+which ``ledger.json`` has. The summary shows ``best_lines``, and the notes again where no view has shown them.
 """
 
 from __future__ import annotations

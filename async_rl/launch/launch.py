@@ -299,7 +299,7 @@ def _run(
             follower.is_failed = 0 < outcome.exit_code < 128
         finally:
             view.close()
-    for line in [*summary(run_dir, time.monotonic() - started), *memory_deaths.summary()]:
+    for line in [*summary(run_dir, time.monotonic() - started, has_notes=quiet), *memory_deaths.summary()]:
         _print_line(console, line)
     sys.stdout.flush()
     return Ended(outcome.exit_code, explain(outcome, checkpoint=run_dir.latest_checkpoint, fresh=fresh))

@@ -126,15 +126,17 @@ class _View:
         self.note(f"queue server at {address}")
 
     def _show_news(self, *, has_steps: bool) -> None:
-        """Show what was written since the last call; a line for each step only if ``has_steps``."""
+        """Show what was written since the last call; a line for each step only if ``has_steps``, with all its figures
+        if there is a note about it.
+        """
         for line in self._notes.poll():
             self.note(line)
         for row in self._tail.poll():
             self._progress.add(row)
-            lines = eval_lines(row)
+            lines, notes = eval_lines(row), self._hints.add(row)
             if has_steps and is_step_row(row):
-                lines.append(step_line(self._progress.step_row, self._progress.num_steps, self._progress.eta_s))
-            for line in [*lines, *self._hints.add(row)]:
+                lines.append(step_line(self._progress, has_all=bool(notes)))
+            for line in [*lines, *notes]:
                 self.note(line)
         for line in self._ledger_notes.poll():
             self.note(line)
@@ -258,7 +260,7 @@ class LiveView(_View):
             table.add_row("problem", f"generator {generator_ids}: {trouble}")
         if trouble := status.get("learner_trouble"):
             table.add_row("problem", visible(trouble))
-        for note in self._hints.health.notes:
+        for note in self._hints.health.notes if processes else ():  # at the end the lines above have them
             table.add_row("problem", f"step {note.step}: {note.finding}")
         if waits := _waits_text(status.get("waits", ())):
             table.add_row("waiting", waits)

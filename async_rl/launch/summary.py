@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -19,13 +20,13 @@ _COMPARED, _FEWEST = 10, 8
 """Number of steps at either end of a run whose sampled answers are compared, and the fewest steps of such a run."""
 
 
-def summary(run_dir: RunDir, wall_s: float | None = None) -> list[str]:
-    """Return the lines of text that ``launch`` prints at the end of a run.
+def summary(run_dir: RunDir, wall_s: float | None = None, *, has_notes: bool = True) -> list[str]:
+    """Return the lines of text that ``launch`` prints at the end of a run, at most six without notes.
 
     They show the number of steps, the first and last accuracy on each evaluation set and the best one if it came
     earlier, or of the sampled answers if there is no evaluation, what went wrong with the training, the counts of the
-    ledger, and the paths of the run's files. ``wall_s`` is the duration of this launch in seconds. If None, the lines
-    leave it out.
+    ledger, and the run's files. ``wall_s`` is the duration of this launch in seconds. If None, the lines leave it out.
+    Without ``has_notes`` so are the notes, because a view has shown each.
     """
     steps, hints = 0, Hints()
     notes: list[str] = []
@@ -41,26 +42,24 @@ def summary(run_dir: RunDir, wall_s: float | None = None) -> list[str]:
             evals.setdefault(dataset, []).append(accuracy)
     state = "finished" if run_dir.is_finished else "not finished"
     lines = [f"{state}: {steps} steps{'' if wall_s is None else f', this launch took {duration(wall_s)}'}"]
-    lines += [f"accuracy on {name}: {values[0]:.3f} -> {values[-1]:.3f}" for name, values in evals.items()]
-    lines += [] if evals else sampled_lines(sampled)
-    lines += best_lines(run_dir, evaluations)
-    if any(len(values) > 2 for values in evals.values()):
-        lines.append(f"all evaluations: async-rl eval --compare {run_dir.path}")
-    lines += notes
+    changes = [f"{name}: {values[0]:.3f} -> {values[-1]:.3f}" for name, values in evals.items()]
+    lines += [f"accuracy on {', on '.join(changes)}"] if changes else sampled_lines(sampled)
+    lines += best_lines(run_dir, evaluations)[:1]
+    lines += notes if has_notes else []
     if run_dir.ledger.exists():
         ledger = run_dir.read_ledger()
         of_groups = [f"note: {text}" for text in ledger.get("group_notes", {}).values()]
-        lines += [ledger_line(ledger), *(of_groups or filter_note(ledger))]
-    lines.append(f"run directory: {run_dir.path}")
-    if run_dir.curve.exists():
-        lines.append(f"curve: {run_dir.curve}")
-    for directory in (run_dir.eval, run_dir.rollouts):
-        if answers := sorted(directory.glob("*step-*.jsonl"), key=lambda path: path.stat().st_mtime):
-            lines.append(f"answers: {answers[-1]}")
-            break
-    if run_dir.export.exists():
-        lines.append(f"model: {run_dir.export}")
+        lines += [ledger_line(ledger), *(of_groups if has_notes else []), *([] if of_groups else filter_note(ledger))]
+    answers = next(filter(None, map(_answers, (run_dir.eval, run_dir.rollouts))), [])
+    paths = [path for path in (run_dir.curve, *answers[-1:], run_dir.export) if path.exists()]
+    files = ", ".join(str(path.relative_to(run_dir.path)) for path in paths)
+    lines.append(f"run directory: {run_dir.path}{files and f' ({files})'}")
     return lines
+
+
+def _answers(directory: Path) -> list[Path]:
+    """Return the files of answers of steps, the newest last."""
+    return sorted(directory.glob("*step-*.jsonl"), key=lambda path: path.stat().st_mtime)
 
 
 def sampled_lines(accuracies: Sequence[float]) -> list[str]:
@@ -84,13 +83,9 @@ def next_lines(run_dir: RunDir, config: Config) -> list[str]:
     trained = last_step(run_dir.metrics)
     has_ended_early = trained < config.learner.steps  # the data did
     more = f"data.epochs={(config.data.epochs or 1) + 1}" if has_ended_early else f"learner.steps={2 * trained}"
-    bound = config.queue.max_staleness
-    file = shlex.quote(str(run_dir.config))
     return [
-        "next:",
-        f"  async-rl report {shlex.quote(str(run_dir.path))}    # a page about it: curves, who waited, single answers",
-        f"  async-rl launch {file} --set {more}    # trains on",
-        f"  async-rl sweep {file} --over queue.max_staleness=0,{bound or 4}    # compares staleness bounds",
+        f"next: async-rl report {shlex.quote(str(run_dir.path))}    # a page: curves, who waited, single answers",
+        f"      async-rl launch {shlex.quote(str(run_dir.config))} --set {more}    # trains on",
     ]
 
 

@@ -78,13 +78,18 @@ def test_the_eta_is_the_pace_of_this_launch_times_what_is_left():
     assert [duration(seconds) for seconds in (5.4, 61, 3723)] == ["5s", "1m01s", "1h02m"]
 
 
-def test_a_step_is_one_line_and_missing_figures_are_left_out():
-    row = a_row(3, **{"reward/mean": 0.25, "staleness/mean": 1.5, "staleness/max": 4, "idle/learner": 0.125})
-    assert step_line(row, 10, 65.0) == "step 3/10 | reward 0.25 | staleness 1.5 (max 4) | idle learner 12% | ETA 1m05s"
-    taught = a_row(3, **{"reward/mean": 0.0, "distill/kl": 0.0134})
-    assert step_line(taught, 10, None) == "step 3/10 | reward 0 | KL to the teacher 0.0134"
-    collapsed = a_row(3, **COLLAPSED)
-    assert step_line(collapsed, 10, None) == "step 3/10 | ESS 0.01 | KL 2.5 | entropy 0.125 | gradient 7.5"
+def test_a_step_is_one_line_of_at_most_120_letters_and_missing_figures_are_left_out():
+    shares = {"idle/learner": 0.53, "idle/generators": 0.19, "idle/leases": 0.125}
+    figures = {"reward/mean": 0.4844, "staleness/mean": 1.5, "staleness/max": 4, "time/step_s": 1.324, **shares}
+    evaluated = {"step": 12_000, "eval/a_set_of_many_letters/accuracy": 0.98}
+    progress = RunProgress(20_000, [evaluated, a_row(12_345, **figures)])
+    line = (
+        "step 12345/20000 | reward 0.484 | a_set_of_man 0.980 @12000 | 1.32 s/step | idle learner 53%, generators 19%"
+    )
+    assert (step_line(progress), len(f"{line} | ETA 1h03m")) == (line, 120)
+    assert "| staleness 1.5 (max 4) | idle learner 53%, generators 19% (12% for" in step_line(progress, has_all=True)
+    taught = RunProgress(10, [a_row(3, **{"reward/mean": 0.0, "distill/kl": 0.0134})])
+    assert step_line(taught) == "step 3/10 | reward 0 | KL to the teacher 0.0134"
 
 
 def test_an_evaluation_is_a_line_with_the_rows_without_an_answer_and_the_versions_that_answered():
@@ -116,7 +121,10 @@ def notes_of(tmp_path: Path, *rows: dict[str, float]) -> list[str]:
 
 def test_the_plain_view_prints_a_line_for_each_step(tmp_path: Path):
     rows = ({"step": 0, "eval/gsm8k/accuracy": 0.5}, a_row(1, **{"reward/mean": 1.0}))
-    assert shown_lines(tmp_path, *rows) == ["eval gsm8k of step 0: accuracy 0.500", "step 1/10 | reward 1"]
+    assert shown_lines(tmp_path, *rows) == [
+        "eval gsm8k of step 0: accuracy 0.500",
+        "step 1/10 | reward 1 | gsm8k 0.500 @0",
+    ]
 
 
 # --- notes on what goes wrong
@@ -262,10 +270,10 @@ def test_the_table_shows_step_members_evaluations_and_who_waits_for_whom(tmp_pat
         assert shown in table, shown
 
 
-def test_the_table_keeps_what_goes_wrong(tmp_path: Path):
+def test_the_table_keeps_what_goes_wrong_until_the_end(tmp_path: Path):
     append(tmp_path / "metrics.jsonl", *(a_row(n, **COLLAPSED) for n in range(1, 4)))
-    table = table_of(tmp_path, a_row(4, **COLLAPSED))
-    assert "step 2: the policy has left the samples that it trains on" in table
+    table = table_of(tmp_path, a_row(4, **COLLAPSED), members=[ProcessStatus("queue", "running", 0)])
+    assert table.count("step 2: the policy has left the samples that it trains on") == 1
     cells = {line.split("  ")[0]: line.rstrip().rpartition("  ")[2] for line in table.splitlines()}
     assert (cells["ESS, KL"], cells["entropy, gradient"]) == ("0.01, 2.5", "0.125, 7.5")
 

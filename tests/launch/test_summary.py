@@ -18,9 +18,6 @@ def test_the_summary_tells_accuracies_before_and_after_and_the_ledger(tmp_path: 
     lines = summary(run_dir, 3.0)
     assert lines[0] == "finished: 1 steps, this launch took 3s"
     assert "accuracy on gsm8k: 0.250 -> 0.500" in lines
-    assert not any("--compare" in line for line in lines)
-    append(run_dir.metrics, {"step": 2, "eval/gsm8k/accuracy": 0.5})
-    assert f"all evaluations: async-rl eval --compare {tmp_path}" in summary(run_dir, 3.0)
     assert "groups: issued 9 = trained 6 + filtered 2 + dropped as stale 1" in lines
 
 
@@ -53,19 +50,31 @@ def test_the_end_of_a_run_names_its_files_and_what_to_do_next(tmp_path: Path):
     run_dir.rollouts.mkdir()
     (run_dir.rollouts / "step-000001.jsonl").touch()
     (run_dir.rollouts / "summaries.jsonl").touch()
-    shown = summary(run_dir, 3.0)
-    assert shown[-2:] == [f"answers: {run_dir.eval}/gsm8k-step-000008.jsonl", f"model: {run_dir.export}"]
+    run_dir.curve.touch()
+    files = "curve.png, eval/gsm8k-step-000008.jsonl, export"
+    assert summary(run_dir, 3.0)[-1] == f"run directory: {tmp_path} ({files})"
     (run_dir.eval / "gsm8k-step-000008.jsonl").unlink()
-    assert summary(run_dir, 3.0)[-2] == f"answers: {run_dir.rollouts}/step-000001.jsonl"
+    assert "rollouts/step-000001.jsonl" in summary(run_dir, 3.0)[-1]
     commands = [line.split("    #")[0] for line in next_lines(run_dir, a_config(tmp_path, learner={"steps": 8}))]
     assert commands == [
-        "next:",
-        f"  async-rl report {tmp_path}",
-        f"  async-rl launch {tmp_path}/config.toml --set learner.steps=16",
-        f"  async-rl sweep {tmp_path}/config.toml --over queue.max_staleness=0,4",
+        f"next: async-rl report {tmp_path}",
+        f"      async-rl launch {tmp_path}/config.toml --set learner.steps=16",
     ]
     data_ended = a_config(tmp_path, learner={"steps": 9}, data={"train": "d", "epochs": 2})
-    assert "--set data.epochs=3 " in next_lines(run_dir, data_ended)[2]
+    assert "--set data.epochs=3 " in next_lines(run_dir, data_ended)[1]
+
+
+def test_a_run_ends_with_at_most_eight_lines_and_no_note_that_a_view_has_shown(tmp_path: Path):
+    run_dir, evals = RunDir(tmp_path), {f"eval/{name}/accuracy": 0.5 for name in "abc"}
+    for step in range(1, 5):
+        bad = {"ratio/ess": 0.01, "length/truncated": 1.0}
+        append(run_dir.metrics, a_row(step, **bad), {"step": step, **evals, "eval/b/accuracy": 1 / step})
+    ledger = {"issued": 9, "in_flight": 0, "queued": 0, "taken": 0, "trained": 0, "filtered": 9, "dropped": {}}
+    run_dir.ledger.write_text(json.dumps({"groups": ledger}))
+    lines = summary(run_dir, 3.0, has_notes=False)
+    assert lines[1] == "accuracy on a: 0.500 -> 0.500, on b: 1.000 -> 0.250, on c: 0.500 -> 0.500"
+    assert len([*lines, *next_lines(run_dir, a_config(tmp_path))]) == 8
+    assert {line[:12] for line in {*summary(run_dir, 3.0)} - {*lines}} == {"note: 100% o", "note: step 2"}
 
 
 def test_a_run_that_filtered_most_groups_says_what_that_means():

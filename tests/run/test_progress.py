@@ -15,11 +15,11 @@ def test_a_learner_logs_a_line_for_each_step_and_none_for_an_evaluation(caplog: 
     lines = StepLines(num_steps=10)
     lines.add({"step": 0, "eval/test/accuracy": 0.5})
     row = {"version": 1, "tokens/trained": 9, "reward/mean": 0.25}
-    lines.add({**row, "step": 1, "time_s": 2.0, "throughput/generated_tokens_per_s": 7})
+    lines.add({**row, "step": 1, "time_s": 2.0})
     lines.add({**row, "step": 2, "time_s": 4.0})
-    # 2 s a step, 8 steps left. Generators report less often: their last figure is on each line.
+    # 2 s a step, 8 steps left.
     _, second = (record.getMessage() for record in caplog.records)
-    assert second == "step 2/10 | reward 0.25 | generated 7 tok/s | ETA 16s"
+    assert second == "step 2/10 | reward 0.25 | test 0.500 @0 | ETA 16s"
 
 
 SPARE = "generators have 40% to spare: the learner is the slower side"

@@ -46,9 +46,8 @@ def run_quickstart(task: Task, seed: int, overrides: Sequence[str], *, compare: 
         say(*measured_gain(summarise(run_dir), summarise(other)))
     else:
         say(*estimated_gain(summarise(run_dir)))
-    title, *lines = next_lines(RunDir(run_dir), config)
-    more = [] if compare else ["  async-rl quickstart --compare    # measures what asynchrony gained"]
-    say(title, *path_lines(), *lines, *more, "  async-rl init my.toml    # writes the config of a run of your own")
+    report, _ = next_lines(RunDir(run_dir), config)
+    say(*path_lines(), report, "      async-rl init my.toml    # writes the config of a run of your own")
 
 
 def path_lines() -> list[str]:
@@ -59,4 +58,4 @@ def path_lines() -> list[str]:
     is_found = found is not None and Path(found).resolve() == own.resolve() and "UV" not in os.environ
     if not own.exists() or is_found:
         return []
-    return [f'  export PATH={shlex.quote(str(scripts))}:"$PATH"    # so that this shell finds async-rl']
+    return [f'first: export PATH={shlex.quote(str(scripts))}:"$PATH"    # so that this shell finds async-rl']

@@ -31,7 +31,7 @@ class StepLines:
     def add(self, row: Row) -> None:
         self._progress.add(row)
         if is_step_row(row):
-            logger.info(step_line(self._progress.step_row, self._progress.num_steps, self._progress.eta_s))
+            logger.info(step_line(self._progress))
 
 
 class RunProgress:
@@ -42,11 +42,13 @@ class RunProgress:
         step_row: the row of the newest step; empty before the first step.
         rows: the rows of the last ``ETA_STEPS`` steps of this launch.
         evals: for each evaluation set, pairs (step, accuracy) in the order of the evaluations.
+        newest_eval: the newest of these as text, with a short name; empty before the first one.
     """
 
     def __init__(self, num_steps: int, history: Iterable[Row]) -> None:
         self.num_steps = num_steps
         self.step_row: Row = {}
+        self.newest_eval = ""
         self.evals: dict[str, list[tuple[int, float]]] = {}
         self.rows: deque[Row] = deque(maxlen=ETA_STEPS)
         for row in history:
@@ -62,6 +64,7 @@ class RunProgress:
         """Take the figures from ``row``, the next row of ``metrics.jsonl``."""
         for dataset, accuracy in eval_accuracies(row).items():
             self.evals.setdefault(dataset, []).append((row["step"], accuracy))
+            self.newest_eval = f"{dataset[:12]} {accuracy:.3f} @{row['step']}"
         if is_step_row(row):
             if self.rows and row["step"] <= self.rows[-1]["step"]:
                 self.rows.clear()  # rolled back: measure the pace again
@@ -163,18 +166,20 @@ def step_figures(row: Row) -> list[list[tuple[str, str]]]:
     return [figures for figures in subjects.values() if figures]
 
 
-def step_line(row: Row, num_steps: int, eta_s: float | None) -> str:
-    """Return one line of text with the figures of an optimizer step.
+def step_line(progress: RunProgress, *, has_all: bool = False) -> str:
+    """Return one line of text about the newest step: reward, newest evaluation, seconds, who waits, and the ETA.
 
-    Args:
-        row: the step's row of ``metrics.jsonl``.
-        num_steps: the number of steps of the whole run.
-        eta_s: estimated seconds until the run's last step; None if there is no estimate yet.
+    With ``has_all`` it has all figures that ``SHOWN`` names instead.
     """
-    parts = [f"step {row['step']}/{num_steps}"]
-    parts += [f"{label} {text}" for subject in step_figures(row) for label, text in subject]
-    parts += [f"ETA {duration(eta_s)}"] if eta_s is not None else []
-    return " | ".join(parts)
+    row, eta = progress.step_row, "" if progress.eta_s is None else f"ETA {duration(progress.eta_s)}"
+    parts, idle = [f"step {row['step']}/{progress.num_steps}"], idle_text(row).partition(" (")[0]
+    if has_all:
+        parts += [f"{label} {text}" for subject in step_figures(row) for label, text in subject]
+    else:
+        shown = {"reward/mean": "reward {}", "distill/kl": "KL to the teacher {}", "time/step_s": "{} s/step"}
+        texts = [text.format(number_text(row[key])) for key, text in shown.items() if row.get(key) is not None]
+        parts += [*texts[:1], progress.newest_eval, *texts[1:], idle and f"idle {idle}"]
+    return " | ".join(filter(None, [*parts, eta]))
 
 
 def duration(seconds: float) -> str:

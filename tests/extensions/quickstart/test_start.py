@@ -35,7 +35,7 @@ def test_a_shell_that_does_not_find_the_command_is_told_how(tmp_path: Path, monk
     monkeypatch.setenv("PATH", "/nowhere")
     assert path_lines() == []  # run from the checkout: there is no such command
     (scripts / "async-rl").touch(mode=0o755)
-    line = f"  export PATH='{scripts}':\"$PATH\"    # so that this shell finds async-rl"
+    line = f"first: export PATH='{scripts}':\"$PATH\"    # so that this shell finds async-rl"
     assert path_lines() == [line]
     monkeypatch.setenv("PATH", str(scripts))
     assert path_lines() == []
