@@ -36,7 +36,13 @@ EvalConfig = Annotated[
     ),
 ]
 Samples = Annotated[
-    int | None, typer.Option("--samples", metavar="N", min=1, help="Number of answers to sample for each row.")
+    int | None,
+    typer.Option(
+        "--samples",
+        metavar="N",
+        min=1,
+        help="Number of answers to sample for each row; above 1 at sampling.temperature, if no other is set.",
+    ),
 ]
 Temperature = Annotated[
     float | None,

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.config.config import Config
-from async_rl.config.generator import AUTO, BACKENDS, FALLBACK
+from async_rl.config.generator import AUTO, BACKENDS, FALLBACK, SamplingConfig
 from async_rl.config.loading import apply_override, load_config, load_run_config, parse_config, renew, resolve
 from async_rl.config.reward import REWARD_TYPES
 from async_rl.data.answer_text import answer_decoder
@@ -457,6 +457,9 @@ def _apply(raw: dict[str, Any], options: EvalOptions) -> None:
     An option for a key of ``eval`` also removes that key from the settings of single datasets, so that the option holds
     for all datasets.
 
+    Several greedy answers would be one and the same, so ``--samples`` above 1 samples, at
+    ``sampling.temperature`` unless the config or the command line has a temperature of evaluations.
+
     Raises:
         ConfigError: two datasets have the same name, or ``raw`` names what this machine lacks.
     """
@@ -477,6 +480,13 @@ def _apply(raw: dict[str, Any], options: EvalOptions) -> None:
         if section == "eval":
             for own in sets.values():
                 own.pop(name, None)
+    keys = {*options.values, *(override.partition("=")[0].strip() for override in options.overrides)}
+    if options.values.get("eval.num_samples", 1) > 1 and not any(
+        re.match(r"eval\..*temperature$", key) for key in keys
+    ):
+        sampled = raw.get("sampling", {}).get("temperature", SamplingConfig.model_fields["temperature"].default)
+        for own in (evaluation, *(own for own in sets.values() if "temperature" in own)):
+            own["temperature"] = own.get("temperature") or sampled
     evaluation["sets"] = sets
     resolve(raw)
     reward = raw["reward"]["type"] if "reward.type" in options.values else None

@@ -147,6 +147,20 @@ def test_the_command_line_wins_over_the_config_and_over_its_sets(run: Path):
     assert (config.sampling.max_prompt_tokens, config.generator.batch_size, config.run.seed) == (60, 3, 9)
 
 
+def test_several_answers_are_sampled_unless_the_command_line_says_greedy(run: Path):
+    # Greedy answers are all the same, so pass@4 would be the accuracy.
+    (run / "config.toml").write_text(RUN.replace("[sampling]", "[sampling]\ntemperature = 0.7") + "[eval.sets.chat]\n"
+                                     "temperature = 0.0\n")  # fmt: skip
+    found = settings(run, eval__num_samples=4).config.eval
+    assert [(found.of(name).num_samples, found.of(name).temperature) for name in ("math", "chat", "other")] == [
+        (4, 0.6), (4, 0.7), (4, 0.7),
+    ]  # fmt: skip
+    assert settings("base", datasets=("a.jsonl",), eval__num_samples=4).config.eval.of("a").temperature == 1
+    for greedy in ({"eval__num_samples": 1}, {"eval__num_samples": 4, "eval__temperature": 0.0},
+                   {"eval__num_samples": 4, "overrides": ("eval.temperature=0.0",)}):  # fmt: skip
+        assert settings(run, **greedy).config.eval.of("chat").temperature == 0, greedy
+
+
 def test_data_sets_of_the_command_line_replace_those_of_the_config(run: Path):
     config = settings(run, datasets=("data/test.v2.jsonl", "math=other.jsonl", "test@owner/set:main")).config
     assert config.data.eval == {"test": "data/test.v2.jsonl", "math": "other.jsonl", "set": "test@owner/set:main"}
