@@ -85,9 +85,18 @@ def example_of(kind: RewardType, reward_data: Mapping[str, Any], *, is_mathemati
     golds = gold_readings(reward_data, is_mathematics=is_mathematics and kind.compares_mathematics)
     answer = _IN_DOLLARS.sub(r"\1", golds[0]) if golds and kind.compares_mathematics else next(iter(golds), None)
     right = None if answer is None else kind.write_answer(answer, thoughts="thoughts")
+    return Example(reward_data, right, wrong_answer(kind, reward_data, right), kind.row_fields)
+
+
+def wrong_answer(kind: RewardType, reward_data: Mapping[str, Any], right: str | None) -> str:
+    """Return a wrong answer to the row ``reward_data``. If ``right`` has the row's number, it has a longer one that
+    contains it, such as 155 for 5.
+    """
+    gold = str(reward_data.get("gt_answer", "")).strip()
+    if right is not None and gold[:1].isdecimal() and gold in right and (kind.row_fields or kind.is_user_code):
+        return right.replace(gold, f"15{gold}")
     # A reward that uses no field of the row can only judge the form, so its wrong answer has the wrong form.
-    wrong = kind.write_answer(WRONG_ANSWER, thoughts="thoughts") if kind.row_fields else WRONG_ANSWER
-    return Example(reward_data, right, wrong, kind.row_fields)
+    return kind.write_answer(WRONG_ANSWER, thoughts="thoughts") if kind.row_fields else WRONG_ANSWER
 
 
 def rollout_of(
@@ -158,7 +167,9 @@ class _Checks:
         if "right" in scored and scored["right"].accuracy < 1:
             self.problems.append(f"the right answer: expected accuracy 1, got {scored['right'].accuracy}")
         if "wrong" in scored and scored["wrong"].accuracy >= 1:
-            self.problems.append(f"the wrong answer: expected accuracy below 1, got {scored['wrong'].accuracy}")
+            self.problems.append(
+                f"the wrong answer {self.example.wrong!r}: expected accuracy below 1, got {scored['wrong'].accuracy}"
+            )
 
     def _check_group(self, scored: Mapping[str, RewardOutput], texts: Mapping[str, str]) -> None:
         """Check that scoring a group returns the same outputs, in order, as scoring its rollouts one by one.
@@ -306,7 +317,8 @@ def main() -> int:
     }
     try:
         reward = build_reward(Config.model_validate(raw))
-        example = Example(row, *sys.argv[3:], row_fields=reward_type(name).row_fields)
+        kind, right = reward_type(name), next(iter(sys.argv[3:]), None)
+        example = Example(row, right, right and wrong_answer(kind, row, right), kind.row_fields)
     except (AsyncRLError, ValueError) as error:
         sys.stderr.write(f"{error}\n")
         return 2

@@ -100,10 +100,17 @@ def test_a_reward_that_hangs_is_left_at_the_limit():
 
 def test_the_command_line_checks_a_function_of_the_users_own(tmp_path, monkeypatch, capsys):
     path = tmp_path / "mine.py"
-    path.write_text("def f(item):\n    return float(item.reward_data['gt_answer'] in item.text)\n")
+    path.write_text("def f(item):\n    return float(item.text.split()[-1:] == [item.reward_data['gt_answer']])\n")
     monkeypatch.setattr("sys.argv", ["conformance", f"{path}:f", '{"gt_answer": "42"}', "it is 42"])
     assert main() == 0
     assert "conforms" in capsys.readouterr().out
+    known = "item.reward_data['gt_answer']"
+    for name, loose in (("in", "{} in item.text"), ("end", "item.text.endswith({})")):
+        path = tmp_path / f"{name}.py"
+        path.write_text(f"def f(item):\n    return float({loose.format(known)})\n")
+        monkeypatch.setattr("sys.argv", ["conformance", f"{path}:f", '{"gt_answer": "42"}', "it is 42"])
+        assert main() == 1
+        assert "the wrong answer 'it is 1542': expected accuracy below 1, got 1.0" in capsys.readouterr().out
     path = tmp_path / "bad.py"
     path.write_text("def g(item):\n    return 'two'\n")
     monkeypatch.setattr("sys.argv", ["conformance", f"{path}:g", "{}"])

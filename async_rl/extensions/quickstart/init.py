@@ -45,6 +45,8 @@ _WHOLE_SOLUTION = re.compile(r"####|\\boxed|\n")
 _REWARD_SOURCE = '''\
 """The reward of this run. `async-rl doctor` tries it on rows of the data."""
 
+import re
+
 
 def score(item):
     """Return the reward of one answer of the model: from 0 to 1, because it counts as the accuracy, too.
@@ -69,9 +71,20 @@ _GIVEN_ROWS = (
     ({"prompt", "response"}, "prompts with an answer to imitate", "`async-rl sft`"),
 )
 """Columns by which data for other commands are known, what the rows are, and which commands train on them."""
-_COMPARES_ANSWERS = """\
-    expected = str(item.reward_data["gt_answer"]).strip()
-    return float(expected != "" and expected in item.text)
+_COMPARES_ANSWERS = r"""\
+    expected = str(item.reward_data["gt_answer"]).rpartition("####")[2].strip()
+    if re.fullmatch(NUMBER, expected):  # equal to the last number of the answer
+        found = re.findall(NUMBER, item.text)
+        return float(bool(found) and value(found[-1]) == value(expected))
+    # the last words of the answer
+    return float(bool(expected) and re.search(rf"(?<!\w){re.escape(expected)}\W*\Z", item.text, re.I) is not None)
+
+
+NUMBER = r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?"
+
+
+def value(number):
+    return float(number.replace(",", ""))
 """
 _NOT_WRITTEN_YET = """\
     raise NotImplementedError(

@@ -20,7 +20,7 @@ from async_rl.rewards.registry import build_reward
 
 _SAMPLE_ROWS = 3
 _SHOWN_ANSWER = 40
-_Grade = tuple[str | None, float, float, str | None]
+_Grade = tuple[str | None, float, str | None, float, str | None]
 
 
 def check_code(config: Config) -> None:
@@ -104,8 +104,8 @@ def _grade(config: Config, reward: Any, row: Row) -> _Grade | None:
     """Grade a right and a wrong answer to one dataset row.
 
     Returns:
-        The right answer's text (None if it is unknown), its accuracy, the accuracy of the wrong answer, and what the
-        reward found in the right one. None if the reward judges neither.
+        The texts (None if unknown) and accuracies of the right and of the wrong answer, and what the reward found in
+        the right one. None if the reward judges neither.
 
     Raises:
         RewardError: the row can't be graded.
@@ -121,17 +121,18 @@ def _grade(config: Config, reward: Any, row: Row) -> _Grade | None:
     right, wrong = output_of(example.right), output_of(example.wrong)
     if not (right.is_judged or wrong.is_judged):
         return None
-    return example.right, float(right.accuracy), float(wrong.accuracy), right.extracted
+    return example.right, float(right.accuracy), example.wrong, float(wrong.accuracy), right.extracted
 
 
 def _verdict(name: str, graded: Sequence[_Grade], *, is_user_code: bool) -> Finding:
     answered = [(text, accuracy) for text, accuracy, *_ in graded if text is not None]
     refused = [text for text, accuracy in answered if accuracy < 1]
-    accepted = [index for index, (_, _, wrong, _) in enumerate(graded) if wrong > 0]
+    accepted = [(index, text, accuracy) for index, (_, _, text, accuracy, _) in enumerate(graded) if accuracy > 0]
     if accepted:
-        text = f"{name} accepts a wrong answer on row {accepted[0]}"
-        if is_user_code and all(wrong < 1 for _, _, wrong, _ in graded):
-            text = f"{name} gives part of the points for a wrong answer on row {accepted[0]}"
+        where = f"a wrong answer on row {accepted[0][0]}: {accepted[0][1]!r}"
+        text = f"{name} accepts {where}"
+        if is_user_code and all(accuracy < 1 for *_, accuracy in accepted):
+            text = f"{name} gives part of the points for {where}"
             fix = "ignore this if it rewards something else; reward.accuracy can name what tells right from wrong"
             return Finding("reward", "WARN", text, fix=fix)
         fix = "check the reward, and gt_answer or test_cases of this row, because any answer might be rewarded"

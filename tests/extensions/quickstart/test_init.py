@@ -140,8 +140,15 @@ def test_the_own_reward_finds_the_right_answer_in_the_text_and_says_that_long_on
     capsys: pytest.CaptureFixture[str],
 ):
     init(*SUMS, "--reward", "own")
-    assert [own_score(text, {"gt_answer": " 3 "}) for text in ("it is 3", "it is 4")] == [1.0, 0.0]
-    assert own_score("it is 4", {"gt_answer": " "}) == 0.0
+    for known, right, wrong in (
+        (" 3 ", ("it is 3", "2 + 1 = 3.0.", "8-3"), ("it is 4", "13", "3 or 4", "0.3", "it is -3", "")),
+        (1000, ("it is 1,000", "$1000"), ("1", "11,000")),
+        ("so 5 * 2 = 10 #### 10", ("10",), ("5", "110")),
+        ("Paris", ("It is **paris**.",), ("Paris or Rome", "Comparis")),
+        (" ", (), ("it is 4", "")),
+    ):
+        row = {"gt_answer": known}
+        assert [own_score(text, row) for text in (*right, *wrong)] == [1.0] * len(right) + [0.0] * len(wrong), known
     assert "With reward.soft_overlong = true, long answers lose up to 1" in Path("reward.py").read_text()
     assert load_config("run.toml").reward.soft_overlong
     # Without an answer column it scores nothing until it is written.
