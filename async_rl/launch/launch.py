@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -46,6 +47,7 @@ from async_rl.run.reuse import check_run_dir, has_ended
 from async_rl.terminal import visible
 
 _CHECKING = "checking data, model and address"
+_AGAIN = "the same command"
 _DAY_S = 86400
 _MARGIN_S = 5.0
 """Seconds that a stopped learner gets in addition to ``checkpoint.grace_s`` before it is killed."""
@@ -302,7 +304,8 @@ def _run(
     for line in [*summary(run_dir, time.monotonic() - started, has_notes=quiet), *memory_deaths.summary()]:
         _print_line(console, line)
     sys.stdout.flush()
-    return Ended(outcome.exit_code, explain(outcome, checkpoint=run_dir.latest_checkpoint, fresh=fresh))
+    again = f"`async-rl launch {shlex.quote(str(run_dir.config))}`" if fresh else _AGAIN
+    return Ended(outcome.exit_code, explain(outcome, checkpoint=run_dir.latest_checkpoint, again=again))
 
 
 def nobody_samples_line(config: Config) -> str:
@@ -320,17 +323,16 @@ def nobody_samples_line(config: Config) -> str:
     )
 
 
-def explain(outcome: Outcome, *, checkpoint: str | None = None, fresh: bool = False) -> list[str]:
+def explain(outcome: Outcome, *, checkpoint: str | None = None, again: str = _AGAIN) -> list[str]:
     """Return lines of text that explain why the run stopped, with the first cause last; empty if nothing stopped it.
 
     Args:
         checkpoint: the name of the run's latest checkpoint; None if the run has saved no step.
-        fresh: whether this launch had ``--fresh``, which the user must leave out to resume the run.
+        again: what resumes the run. With ``--fresh``, the same command would start over.
     """
     if outcome.exit_code == 0:
         return [f"async-rl: {outcome.stopped_by}"] if outcome.stopped_by else []
     if outcome.exit_code > 128:
-        again = "the same command, without --fresh," if fresh else "the same command"
         remedy = f"resumes from {checkpoint}" if checkpoint else "starts over, since no step is saved"
         return [f"async-rl: the run was stopped by {outcome.stopped_by}; {again} {remedy}"]
     lines = [f"async-rl: the run stopped: {outcome.stopped_by}"]

@@ -77,6 +77,9 @@ def test_ctrl_c_returns_the_run_with_what_to_do_and_sigterm_raises(
     ends_as(Outcome(130, "SIGINT"))
     assert not train(tmp_path).is_finished
     assert "the run was stopped by SIGINT; the same call starts over" in capsys.readouterr().out
+    assert not train(tmp_path, fresh=True).is_finished  # the same call, or quickstart, would start over
+    resumes = f"the run was stopped by SIGINT; `async-rl launch {tmp_path / 'run' / 'config.toml'}` starts over"
+    assert resumes in capsys.readouterr().out
     ends_as(Outcome(143, "SIGTERM"))
     with pytest.raises(StoppedError, match="stopped by SIGTERM"):
         train(tmp_path)
