@@ -25,10 +25,11 @@ from async_rl.process.child import is_alive
 from async_rl.queue.messages import DOCTOR
 from async_rl.run.config_changes import read_changes
 from async_rl.run.directory import RunDir
-from async_rl.run.figures.progress import ETA_STEPS, is_step_row, step_figures, who_waits
+from async_rl.run.figures.progress import ETA_STEPS, eval_accuracies, is_step_row, step_figures, who_waits
 from async_rl.run.lock import holder_of
 from async_rl.run.queue_files import QueueRecord, read_record
-from async_rl.run.records.step_log import last_step, newest_metrics
+from async_rl.run.records.starts import first_steps, warm_steps
+from async_rl.run.records.step_log import iter_metrics, last_step, newest_metrics
 from async_rl.terminal import visible, visible_values
 
 _LABELS = {
@@ -36,31 +37,30 @@ _LABELS = {
     "version": "version of the learner",
     "learner_alive": "learner is alive",
     "learner_trouble": "problem of the learner",
+    "accuracy": "accuracy of evaluations",
     "newest_step": "figures of the newest step",
     "who_waits": "who waits for whom",
     "depth": "groups ready",
-    "evaluations": "evaluations",
     "prompts_too_long": "prompts too long",
     "filtered_since_step": "filtered since the last step",
     "stop": "why the run stops",
     "storage_full": "waits for room",
     "damaged_groups": "damaged groups, sampled again",
     "journal_damage": "damage of the journal",
-    "finished": "finished",
     "address": "queue server",
     "relay": "relay of agents",
-    "mirror": "mirror",
     "pid": "its process id",
-    "run_id": "run id",
     "malformed": "malformed messages",
     "limited": "messages above the rate limit",
     "refused_handshakes": "refused handshakes",
     "closed_connections": "connections above a limit",
 }
-"""The label that the table shows for a key of the status. The table's rows are in this order."""
+"""The label that the table shows for a key of the status, if it is not the key's own words. The table's rows are in
+this order; other keys come after them.
+"""
 _ONLY_IF_ANY = frozenset({
     "prompts_too_long", "filtered_since_step", "damaged_groups", "malformed", "limited", "refused_handshakes",
-    "closed_connections", "relay", "mirror",
+    "closed_connections", "relay",
 })  # fmt: skip
 _OF_THE_RUN = ("run_id", "lineage", "step", "version", "training_notes", "group_notes", "excluded")
 """The keys of ``ledger.json`` that are no counts."""
@@ -126,14 +126,21 @@ def status_of_run(path: Path, timeout_s: float, keys: ClientKeys | None, *, lift
     """
     run_dir = RunDir(path)
     changes = [line for change in read_changes(run_dir) for line in change.lines]
-    rows = [row for row in newest_metrics(run_dir.metrics) if is_step_row(row)]
+    newest = newest_metrics(run_dir.metrics)
+    accuracy = {name: share for row in newest for name, share in eval_accuracies(row).items()}
+    rows = list(filter(is_step_row, newest))
     figures = dict(figure for subject in step_figures(rows[-1]) for figure in subject) if rows else {}
-    waits = who_waits(rows[-ETA_STEPS:])
-    of_files = {"mirror": mirror_line(run_dir), "changes": changes, "newest_step": figures, "who_waits": waits}
+    steps = rows[-ETA_STEPS:]
+    if run_dir.is_finished:  # the figure of report and compare
+        steps = warm_steps(list(filter(is_step_row, iter_metrics(run_dir.metrics))), first_steps(run_dir))
+    of_files = {
+        "mirror": mirror_line(run_dir), "changes": changes, "accuracy": accuracy, "newest_step": figures,
+        "who_waits": who_waits(steps),
+    }  # fmt: skip
     from_files = {key: text for key, text in of_files.items() if text}
     if run_dir.is_finished and lift is None and (ledger := run_dir.read_ledger()):
         of_ledger = {key: ledger.pop(key) for key in _OF_THE_RUN if key in ledger}
-        return {**of_ledger, "finished": True, **from_files, "ledger": ledger}
+        return {**of_ledger, "num_steps": of_ledger.get("step"), "finished": True, **from_files, "ledger": ledger}
     record = read_record(path)
     if record is None:
         raise RunError(

@@ -131,13 +131,14 @@ def test_a_finished_run_is_read_from_its_files_with_the_notes_on_its_training(
     status_of(tmp_path, "--json")
     found = json.loads(capsys.readouterr().out)
     assert found == {
-        "run_id": "r1", "step": 3, "version": 3, "finished": True, "ledger": {"groups": FINISHED_GROUPS}
+        "run_id": "r1", "step": 3, "version": 3, "num_steps": 3, "finished": True,
+        "ledger": {"groups": FINISHED_GROUPS},
     }  # fmt: skip
     note = "step 3: the gradient explodes: gradient norm 1 -> 300 within one step"
     run_dir.ledger.write_text(json.dumps({**figures, "training_notes": [note]}))
     status_of(tmp_path)
     printed = capsys.readouterr().out
-    assert all(words in printed for words in ("finished", "yes", "trained", "12", "the gradient explodes"))
+    assert all(words in printed for words in ("3 of 3", "finished", "yes", "trained", "12", "the gradient explodes"))
     run_dir.ledger.write_text('{"groups": ')
     assert f"expected a JSON object in {run_dir.ledger}" in refusal(capsys, "status", str(tmp_path))
 

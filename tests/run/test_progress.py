@@ -23,7 +23,7 @@ def test_a_learner_logs_a_line_for_each_step_and_none_for_an_evaluation(caplog: 
 
 
 SPARE = "generators have 40% to spare: the learner is the slower side"
-WAITS = "the learner waits 30% of the time for generators"
+WAITS = "the learner is idle 30% of the time and waits for generators"
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def who_waits(rows: Iterable[Row]) -> str:
         needed = math.ceil((1 - spare) * count - 1e-9)
         fewer = f"; {needed} of {count} generators would do" if is_held and needed < count else ""
         return f"generators have {spare:.0%} to spare: the learner is the slower side{fewer}"
-    waits = f"the learner waits {learner:.0%} of the time for generators"
+    waits = f"the learner is idle {learner:.0%} of the time and waits for generators"
     if causes := generator_waits(means):
         return f"{waits}, which wait {causes}"
     if spare > 2 * MUCH_IDLE:

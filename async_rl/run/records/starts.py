@@ -6,12 +6,16 @@ The curve marks restarts, and ``comparison`` leaves the start-up out of the seco
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from async_rl.errors import RunError
 from async_rl.run.directory import RunDir, read_json
-from async_rl.run.records.step_log import iter_rows
+from async_rl.run.records.step_log import Row, iter_rows
+
+_WARM_UP = 0.1
+"""Share of a run's steps, at its beginning, that means over steps leave out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,3 +70,14 @@ def first_steps(run_dir: RunDir) -> list[int]:
             found.append(row["step"])
             lineage = row["lineage"]
     return found
+
+
+def warm_steps(steps: Sequence[Row], starts: Collection[int]) -> Sequence[Row]:
+    """Return the rows that means over a run are taken over: without the first ones of ``steps``, in which the queue
+    fills, and the first one of each start, which waits for the generators. At least the last one remains.
+
+    Args:
+        steps: the rows of all steps, in order.
+        starts: the first steps of the starts.
+    """
+    return [row for row in steps[round(_WARM_UP * len(steps)) :] if row["step"] not in starts] or steps[-1:]

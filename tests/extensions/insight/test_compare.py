@@ -11,6 +11,10 @@ from async_rl.errors import ConfigError
 from async_rl.extensions.insight.comparison.picture import by_setting, draw
 from async_rl.extensions.insight.comparison.summary import summarise
 from async_rl.extensions.insight.comparison.sweep import plan_sweep
+from async_rl.extensions.insight.evaluation.table import cell
+from async_rl.extensions.insight.report.figures import read_run
+from async_rl.launch.status import status_of_run
+from async_rl.run.directory import RunDir
 from tests.refusal import refusal
 
 from .runs import eval_row, step_row, write_run
@@ -44,6 +48,20 @@ def test_runs_are_shown_side_by_side_with_advice_and_a_picture(tmp_path: Path):
     assert "Set queue.max_staleness = 4." in lines
     assert max(map(len, lines[:15])) <= 80
     assert picture.read_bytes().startswith(PNG)
+
+
+def test_report_compare_and_status_of_a_finished_run_say_the_same_of_the_learner(tmp_path: Path):
+    # Without the 3 first steps and step 20, the first of a start: 7 steps with 30 % and 19 with 50 %, so 44.6 %.
+    idle = [0.9 if step in (1, 2, 3, 20) else 0.3 if step <= 10 else 0.5 for step in range(1, 31)]
+    rows = [step_row(step, idle__learner=share) for step, share in enumerate(idle, start=1)]
+    run = write_run(tmp_path / "r", [*rows, eval_row(30, 0.75)], ledger={"step": 30, "groups": {}}, starts=(1, 20))
+    RunDir(run).mark_finished({"step": 30})
+    sentence = "the learner is idle 45% of the time and waits for generators: more of them make the run faster"
+    assert cell(summarise(run).means["idle/learner"], ".0%") == "45%"
+    page, status = read_run(run), status_of_run(run, 1.0, None)
+    assert {figure["label"]: figure["value"] for figure in page["headline"]}["learner idle"] == "45%"
+    assert page["who_waits"] == status["who_waits"] == sentence
+    assert (status["step"], status["num_steps"], status["accuracy"]) == (30, 30, {"math": 0.75})
 
 
 def test_the_picture_hides_no_run_and_marks_the_recommended_bound(tmp_path: Path):

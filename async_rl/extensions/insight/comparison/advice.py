@@ -212,7 +212,7 @@ def _of_one_bound(summaries: Sequence[RunSummary]) -> Advice:
         )
     if learner is not None and learner > MUCH_IDLE:
         return Advice(
-            "Add generators, or raise generator.batch_size.", (f"The learner waits {learner:.0%} of the time.",)
+            "Add generators, or raise generator.batch_size.", (f"The learner is idle {learner:.0%} of the time.",)
         )
     return Advice(
         f"Nothing speaks against queue.max_staleness = {bound}.",

@@ -12,21 +12,11 @@ from statistics import fmean, stdev
 
 from async_rl.run.records.step_log import Row
 
-WARM_UP = 0.1
-"""Share of a run's steps, at its beginning, that means over steps leave out."""
 NUM_BLOCKS = 8
 """Number of blocks of successive steps from whose spread the error of steps/s is computed."""
 
 Startups = Sequence[tuple[float, float]]
 """(begin, end) of every start-up, in ``time_s`` of the run's metrics."""
-
-
-def warm_steps(steps: Sequence[Row], starts: Collection[int]) -> list[Row]:
-    """Return the rows of ``steps`` that means are taken over: without the first ones, and the first one of each start.
-
-    The arguments are those of ``find_startups``.
-    """
-    return [row for row in steps[round(WARM_UP * len(steps)) :] if row["step"] not in starts]
 
 
 def find_startups(steps: Sequence[Row], starts: Collection[int]) -> Startups:

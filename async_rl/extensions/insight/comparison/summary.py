@@ -1,9 +1,7 @@
 """Summarise a run: speed, idle time, staleness, off-policy statistics, lost data, rewards and evaluations.
 
-Means over steps leave out the first steps of a run, in which the queue fills, and the first step of every later start,
-which waits for the generators (``speed.warm_steps``). At least one step remains. Means of shares of time are weighted
-by the time of each step, means over tokens by the trained tokens of each step. Seconds are seconds of training, without
-start-up (``speed``).
+Means over steps are those over ``warm_steps``. Means of shares of time are weighted by the time of each step, means
+over tokens by the trained tokens of each step. Seconds are seconds of training, without start-up (``speed``).
 """
 
 from __future__ import annotations
@@ -18,11 +16,11 @@ from typing import Any
 from async_rl.config.config import Config
 from async_rl.config.loading import load_run_config
 from async_rl.errors import RunError
-from async_rl.extensions.insight.comparison.speed import Startups, find_startups, relative_error, training_s, warm_steps
+from async_rl.extensions.insight.comparison.speed import Startups, find_startups, relative_error, training_s
 from async_rl.run.config_changes import ConfigChange, read_changes
 from async_rl.run.directory import RunDir
 from async_rl.run.records.metric_table import SHOWN, weight_of
-from async_rl.run.records.starts import Origin, first_steps, read_origin
+from async_rl.run.records.starts import Origin, first_steps, read_origin, warm_steps
 from async_rl.run.records.step_log import Row, eval_figures, is_metrics_row, mean_of, read_rows
 
 _LAG = re.compile(r"lag_(\d+)/tokens")
@@ -117,7 +115,7 @@ def summarise(path: Path) -> RunSummary:
     if not steps:
         raise RunError(f"{path}: expected a run that has made a step, got none yet; wait for its first step")
     ledger = run_dir.read_ledger()
-    warm = warm_steps(steps, starts) or steps[-1:]
+    warm = warm_steps(steps, starts)
     startups = find_startups(steps, starts)
     steps_per_s, error = len(warm) / sum(row["time/step_s"] for row in warm), relative_error(warm)
     return RunSummary(

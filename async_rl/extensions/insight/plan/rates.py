@@ -13,10 +13,9 @@ import numpy as np
 from async_rl.config.config import Config
 from async_rl.config.loading import load_config, load_run_config
 from async_rl.errors import ConfigError, RunError
-from async_rl.extensions.insight.comparison.speed import warm_steps
 from async_rl.extensions.insight.plan.lengths import Lengths, read_lengths
 from async_rl.run.directory import RunDir
-from async_rl.run.records.starts import first_steps
+from async_rl.run.records.starts import first_steps, warm_steps
 from async_rl.run.records.step_log import is_metrics_row, iter_rows, read_rows
 
 _MOST_GROUPS = 20_000

@@ -108,9 +108,9 @@ def _reasons(chosen: Prediction, lowest: Prediction, gain: float) -> Iterator[st
     if lost > MUCH_LOST:
         yield f"{lost:.1%} of the data is too old to train on. A higher bound loses less."
     if chosen.idle_generators > max(MUCH_IDLE, chosen.idle_learner):
-        yield f"Generators wait {chosen.idle_generators:.0%} of the time: add learner ranks, or take fewer generators."
+        yield f"Generators are idle {chosen.idle_generators:.0%} of the time: add learner ranks or drop generators."
     elif chosen.idle_learner > MUCH_IDLE:
-        yield f"The learner waits {chosen.idle_learner:.0%} of the time: more generators make the run faster."
+        yield f"The learner is idle {chosen.idle_learner:.0%} of the time: more generators make the run faster."
 
 
 def plan_lines(found: Sequence[Prediction], rates: Rates, source: str) -> list[str]:

@@ -24,7 +24,7 @@ from async_rl.run.directory import RunDir
 from async_rl.run.figures.progress import is_step_row, who_waits
 from async_rl.run.lock import holder_of
 from async_rl.run.records.metric_table import METRIC_KEYS, PANELS, SHOWN, curves, meaning, unit_of
-from async_rl.run.records.starts import first_steps, read_origin
+from async_rl.run.records.starts import first_steps, read_origin, warm_steps
 from async_rl.run.records.step_log import Row, eval_figures, iter_metrics, mean_of
 from async_rl.run.records.thinning import thinned
 
@@ -63,7 +63,8 @@ def read_run(path: Path) -> Plain:
     config = _config(run_dir)
     origin = read_origin(run_dir, "delete it, and the report does not name the run's origin")
     evals = _evaluations(iter_metrics(run_dir.metrics))
-    last = rows[-1] if rows else {}
+    starts, last = first_steps(run_dir), rows[-1] if rows else {}
+    warm = warm_steps(rows, starts)
     ledger = run_dir.read_ledger()
     return {
         "name": path.resolve().name,
@@ -72,12 +73,12 @@ def read_run(path: Path) -> Plain:
         "step": last.get("step", 0),
         "steps": config.learner.steps if config else None,
         "elapsed_s": last.get("time_s", 0.0),
-        "starts": first_steps(run_dir)[1:],
+        "starts": starts[1:],
         "origin": origin.label if origin else "",
         "columns": _columns(run_dir),
         "evals": evals,
         "timeline": timeline(rows),
-        "who_waits": who_waits(rows),
+        "who_waits": who_waits(warm),
         "lags": [{**lag, "kl": short(lag["kl"]), "ess": short(lag["ess"])} for lag in lags(rows)],
         "ledger": {unit: ledger[unit] for unit in ("groups", "rollouts", "tokens") if unit in ledger},
         "outcomes": ledger.get("outcomes", {}),
@@ -85,7 +86,7 @@ def read_run(path: Path) -> Plain:
         "config_text": "" if config else run_dir.config.read_text(encoding="utf-8", errors="replace"),
         "changes": [{"step": change.step, "changed": change.changed} for change in read_changes(run_dir)],
         "notes": _notes(run_dir),
-        "headline": _headline(rows, evals),
+        "headline": _headline(rows, warm, evals),
     }
 
 
@@ -225,8 +226,8 @@ def _notes(run_dir: RunDir) -> list[Plain]:
     return notes
 
 
-def _headline(rows: Sequence[Row], evals: Mapping[str, Plain]) -> list[Plain]:
-    """Return the figures at the top of the page, each with label, value and what it says."""
+def _headline(rows: Sequence[Row], warm: Sequence[Row], evals: Mapping[str, Plain]) -> list[Plain]:
+    """Return the figures at the top of the page, each with label, value and what it says; means are over ``warm``."""
     firsts_and_lasts = {f"accuracy on {n}": (of["accuracy"][0], of["accuracy"][-1]) for n, of in evals.items()}
     rewards = [row["reward/mean"] for row in rows if row.get("reward/mean") is not None]
     if rewards and not evals:
@@ -238,7 +239,7 @@ def _headline(rows: Sequence[Row], evals: Mapping[str, Plain]) -> list[Plain]:
         trained = sum(row["tokens/trained"] for row in rows)
         figures.append(("trained tokens", compact(trained), f"{compact(trained / seconds)} per s"))
         figures.append(("seconds per step", f"{seconds / len(rows):.3g}", f"{len(rows)} steps"))
-    for key, mean in means_of(rows).items():
+    for key, mean in means_of(warm).items():
         heading, form = SHOWN[key].column or ("", "")
         if heading and mean is not None:
             figures.append((heading, format(mean, form), PANELS[SHOWN[key].panel].unit if SHOWN[key].panel else ""))

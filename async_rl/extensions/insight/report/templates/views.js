@@ -97,7 +97,7 @@ function timeline(run, index) {
   responsive(plot, (width) => plot.replaceChildren(drawTimeline(width, t, lanes)));
   return h("figure", { class: "wide" }, h("figcaption", {}, index === null ? "The whole run" :
     h("span", {}, h("i", { class: `key c${index}` }, letter(index)), run.name),
-      h("span", { class: "unit" }, `${number(whole)} s in steps`)), legends, plot);
+      h("span", { class: "unit" }, `${number(whole)} s in steps, start-ups too`)), legends, plot);
 }
 
 function drawTimeline(width, t, lanes) {
