@@ -14,7 +14,7 @@ from tests.extensions.insight.chromium import Chromium, find_chromium
 from tests.extensions.insight.runs import step_row
 
 from .pages import a_rollout, a_run, an_answer, write_answers, write_rollouts, write_tokens
-from .test_page import HOSTILE
+from .test_page import HOSTILE, a_summary
 
 PROGRAM = find_chromium()
 pytestmark = [
@@ -53,6 +53,16 @@ def test_the_page_draws_and_nothing_overflows(browser: Chromium, page: str):
     controls = "[...document.querySelectorAll('svg, input, button, select')]"
     unnamed = "!(one.getAttribute('aria-label') || one.textContent.trim() || one.closest('label'))"
     assert browser.run(f"{controls}.filter((one) => {unnamed}).length") == 0
+
+
+def test_the_first_rollout_with_a_text_is_open_and_those_without_come_last(browser: Chromium, tmp_path: Path):
+    run = a_run(tmp_path / "run")
+    write_rollouts(run, 1, [a_rollout(position=5, index=1)])
+    (run / "rollouts" / "summaries.jsonl").write_text(a_summary(1))
+    write_report([run], tmp_path / "page.html", progress=Progress(quiet=True))
+    browser.open((tmp_path / "page.html").as_uri())
+    assert browser.run("browser.found") == [2, 0, 1]
+    assert browser.run(SHOWN).endswith("Answer2")
 
 
 def test_filters_and_the_order_act_on_the_list(browser: Chromium, page: str):

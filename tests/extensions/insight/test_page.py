@@ -31,6 +31,7 @@ def test_the_page_has_curves_ledger_settings_and_notes_and_loads_nothing(tmp_pat
     assert data["descriptions"]["reward/mean"].startswith("Mean reward")
     assert re.search(r"dropped: stale</th><td>2</td><td>8</td><td>30</td>", page)
     assert "wandb did not answer" in page
+    assert "No rollouts are recorded" in page
     assert "queue.<wbr>max_staleness" in page
     # It loads nothing.
     assert not re.search(r"<(link|img|iframe|object|embed)\b|\bsrc=|@import|url\(", page)
@@ -45,6 +46,8 @@ def test_text_of_models_and_users_is_never_markup(tmp_path: Path):
     record = a_rollout(response=HOSTILE, messages=[{"role": HOSTILE, "content": HOSTILE}], finish_reason=HOSTILE)
     write_rollouts(run, 1, [record])
     page = written(tmp_path / "page.html", run)
+    assert "No rollouts are recorded" not in page
+    assert "Loading the rollouts…<noscript>" in page
     assert page.count("<script") == 4  # data, index, one chunk, our own script
     assert page.count("</script>") == 4
     assert "<img" not in page

@@ -88,6 +88,7 @@ def render(
         differing=[row for row in settings if len(set(row["values_of"])) > 1],
         data=blob(to_json(visible_values(of_script))),
         blobs=(blobs or {}).items(),
+        num_rollouts=sum(rollouts),
         left_out=left_out,
         version=__version__,
         made_at=time.strftime("%Y-%m-%d %H:%M %Z"),

@@ -31,6 +31,8 @@ async function chooseRun(run) {
   browser.run = run;
   browser.index = DATA.rollouts[run] ? asJson(await bytesOf(`index-${run}`)) : null;
   buildBrowser();
+  const [first] = browser.found;
+  if (first !== undefined && canOpen(first)) await openRollout(first);
 }
 
 /** Show rollouts that the run has made since; the filters, the order and the open rollout stay. */
@@ -131,7 +133,8 @@ function filter() {
 
 function order() {
   const column = browser.index[browser.sort], sign = browser.down ? -1 : 1;
-  browser.found.sort((a, b) => sign * ((column[a] ?? -Infinity) - (column[b] ?? -Infinity)) || a - b);
+  browser.found.sort((a, b) => canOpen(b) - canOpen(a) // first those with a text to read
+    || sign * ((column[a] ?? -Infinity) - (column[b] ?? -Infinity)) || a - b);
   browser.page = 0;
   drawList();
 }
