@@ -31,7 +31,7 @@ LIGHT = (
     "launch", "cli", "api", "launch.checks.doctor", "launch.checks.table", "learner.memory_plan",
     "extensions.quickstart", "extensions.offline.commands", "extensions.code_rewards",
     "generator.start", "generator.backend", "generator.conformance", "generator.parity",
-    "generator.fake", "generator.rollouts", "generator.teachers", "generator.offline", "generator.environment_rollouts",
+    "generator.fake", "generator.rollouts", "generator.teachers", "generator.environment_rollouts",
     "generator.open_sequence", "extensions.agents",
     "generator.vllm.plugin", "generator.vllm.engine", "generator.vllm.adapter",
     "generator.vllm.shared_staging",

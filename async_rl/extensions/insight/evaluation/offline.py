@@ -31,9 +31,9 @@ from async_rl.data.dataset import load_rows_of
 from async_rl.data.template import check_arguments
 from async_rl.data.turn_end import turn_ends
 from async_rl.errors import ConfigError, DataError, ModelError
+from async_rl.extensions.insight.evaluation.sampling import OfflineSamples, sample_offline
 from async_rl.extensions.insight.evaluation.table import FIGURES_FILE, Entry, eval_table
 from async_rl.generator.backend import Backend
-from async_rl.generator.offline import OfflineSamples, sample_offline
 from async_rl.generator.rollouts import Grader, Rollouts
 from async_rl.generator.start.backends import build_backend
 from async_rl.generator.start.rollouts import RolloutSetup, open_rollouts

@@ -14,9 +14,9 @@ import pytest
 from async_rl.config.generator import EnvironmentConfig
 from async_rl.errors import ConfigError, DataError, ModelError, RewardError, RunError
 from async_rl.extensions.insight.evaluation.offline import Evaluated, describe, eval_settings, run_eval
+from async_rl.extensions.insight.evaluation.sampling import OfflineSamples, sample_offline
 from async_rl.generator.backend import Backend, Sampled
 from async_rl.generator.environment_rollouts import EnvironmentRollouts
-from async_rl.generator.offline import OfflineSamples, sample_offline
 from async_rl.generator.rollouts import SingleTurnRollouts, ThreadGrader
 from async_rl.records import Lease, Prompt, Sampling
 from async_rl.rewards.records import RewardInput, RewardOutput
