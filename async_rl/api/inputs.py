@@ -26,10 +26,11 @@ from async_rl.run.reuse import check_place
 Base = str | os.PathLike[str] | Mapping[str, Any] | Config | None
 """The config that the sections change: its file, its sections, or itself."""
 Rows = Iterable[Mapping[str, Any]]
-"""Rows of a dataset, which can be read more than once."""
+"""Rows of a dataset: dicts, or a DataFrame of pandas."""
 
 _MAIN_KEYS = {"run": "dir", "model": "path", "data": "train", "reward": "type"}
 """The key of a section that an argument sets if it is no dict."""
+_EXAMPLES = {"model": "Qwen/Qwen2.5-0.5B-Instruct", "data": "rows.jsonl", "run": "runs/my"}
 _DIGITS = 16
 
 
@@ -76,6 +77,7 @@ def read_inputs(base: Base, sections: Mapping[str, Any]) -> Inputs:
     given = {name: _section(name, value) for name, value in sections.items() if value is not None}
     raw, source = _read_base(base)
     _merge(raw, given)
+    _refuse_missing(raw)
     run, data = raw.get("run"), raw.get("data")
     folder = RunDir(Path(str(run.get("dir", "")) if isinstance(run, dict) else "")).data
     files = _take_rows(data, folder) if isinstance(data, dict) else []
@@ -97,6 +99,18 @@ def read_inputs(base: Base, sections: Mapping[str, Any]) -> Inputs:
     if isinstance(base, str | os.PathLike):
         check_place(config, Path(base), [f"run.dir={config.run.dir}"] if "run" in given else [])
     return Inputs(config, files)
+
+
+def _refuse_missing(raw: Mapping[str, Any]) -> None:
+    """Name all arguments of ``train`` that are missing, if the config can't be read without them."""
+    tables = {name: raw.get(name, {}) for name in _EXAMPLES if name != "data" or "environment" not in raw}
+    missing = [name for name, table in tables.items() if isinstance(table, dict) and _MAIN_KEYS[name] not in table]
+    if {"model", "run"}.intersection(missing):
+        examples = ", ".join(f'{name}="{_EXAMPLES[name]}"' for name in missing)
+        raise ConfigError(
+            f"async_rl.train: expected model, data and run, got no {' and no '.join(missing)}; pass, for example, "
+            f"{examples}"
+        )
 
 
 def _read_base(base: Base) -> tuple[dict[str, Any], str]:
@@ -151,6 +165,10 @@ def _take_rows(data: dict[str, Any], folder: Path) -> list[RowsFile]:
     def source(value: Any, where: str) -> Any:
         if isinstance(value, str | os.PathLike) or not isinstance(value, Iterable):
             return value
+        if hasattr(value, "iterrows"):  # a DataFrame of pandas, where a missing value is NaN
+            value = value.astype(object).where(value.notna(), None).to_dict("records")
+        elif isinstance(value, Iterator):  # which can be read once
+            value = list(value)
         digest = hashlib.sha256()
         for line in _lines(value, where):
             digest.update(line)
@@ -168,6 +186,11 @@ def _take_rows(data: dict[str, Any], folder: Path) -> list[RowsFile]:
 def _lines(rows: Rows, where: str) -> Iterator[bytes]:
     """Yield each row as a line of JSON."""
     for number, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise DataError(
+                f"{where}: expected rows that are dicts, got {str(row)[:80]!r} as row {number}; pass a list of "
+                f"dicts, a DataFrame of pandas, a datasets.Dataset or the path of a file"
+            )
         try:
             yield f"{json.dumps(dict(row), ensure_ascii=False, allow_nan=False, default=_as_list)}\n".encode()
         except (TypeError, ValueError) as error:

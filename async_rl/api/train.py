@@ -22,7 +22,9 @@ Reward = str | Callable[..., Any]
 _IN_PYTHON = {
     "`async-rl launch --takeover`": "takeover=True", "--takeover": "takeover=True", "--fresh": "fresh=True",
     "--from": "source", "--insecure": "insecure=True", "the same command": "the same call",
-    "set it in the file or with --set": "pass it",
+    "set it in the file or with --set": "pass it", "set data.train": "pass data",
+    "in [data.columns]": 'by data={"train": ROWS, "columns": {"prompt": NAME, "gt_answer": NAME}}',
+    'set data.on_bad_row = "skip"': 'pass "on_bad_row": "skip" beside "train"',
 }  # fmt: skip
 """What messages of ``launch`` call an option -> what ``train`` does."""
 
@@ -48,7 +50,7 @@ def train(
 
     Args:
         model: ``model.path``.
-        data: ``data.train``: a file, a data set of the hub, or rows, such as a list of dicts or a ``datasets.Dataset``.
+        data: ``data.train``: a file, a data set of the hub, or rows: dicts, a DataFrame or a ``datasets.Dataset``.
             Rows are written to the run directory. So are those in a section ``data``, under ``train`` and ``eval``.
         reward: ``reward.type``: a name or a function. Generators import the function, so it must be in a file. Several
             in a list are summed: the first is ``reward.type``, the others are ``reward.extra`` with weight 1. A section
@@ -106,4 +108,4 @@ def _ended_run(ended: Ended, run: Run, *, quiet: bool) -> Run:
 
 def _in_python(text: str) -> str:
     """Return a message of ``launch`` with the arguments of ``train`` for the options of the command line."""
-    return re.sub("|".join(_IN_PYTHON), lambda found: _IN_PYTHON[found[0]], text)
+    return re.sub("|".join(map(re.escape, _IN_PYTHON)), lambda found: _IN_PYTHON[found[0]], text)

@@ -1,7 +1,7 @@
 """Reads the raw rows of a dataset, each with its place in the file. The module ``dataset`` checks the rows afterwards.
 
-A dataset is named in one of three ways: the path of a ``.jsonl``, ``.json``, ``.csv``, ``.parquet`` or ``.arrow`` file
-(any other file is read as JSONL, and one with the ending ``.gz`` is unpacked first), a directory that the package
+A dataset is named in one of three ways: the path of a file with an ending of ``_READERS`` (any other file is read as
+JSONL, and one with the ending ``.gz`` is unpacked first), a directory that the package
 ``datasets`` reads, or ``[split@]owner/name[:config]`` of the Hugging Face hub. Packages for formats other than JSONL,
 JSON and CSV are imported only when they are needed.
 """
@@ -16,6 +16,7 @@ import json
 import re
 import zlib
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ class Source:
         path = Path(self._place)
         if path.suffix.lower() == _PACKED:
             path, content = path.with_suffix(""), _unpacked(content, self._place)
-        yield from _READERS.get(path.suffix.lower(), _jsonl)(content, self._place)
+        yield from {**_READERS, **_REFUSED}.get(path.suffix.lower(), _jsonl)(content, self._place)
 
     def _from_datasets(self) -> Iterator[tuple[str, Any]]:
         try:
@@ -175,7 +176,7 @@ def _json(content: bytes, path: str) -> Iterator[tuple[str, Any]]:
     yield from ((f"{path}: row {number}", _without_nulls(row)) for number, row in enumerate(rows, start=1))
 
 
-def _csv(content: bytes, path: str) -> Iterator[tuple[str, Any]]:
+def _csv(content: bytes, path: str, delimiter: str = ",") -> Iterator[tuple[str, Any]]:
     """Yield a pair (place, row) for each record of a CSV file. All values are text. Empty cells are left out."""
     csv.field_size_limit(_FIELD_LIMIT)
     try:
@@ -185,7 +186,7 @@ def _csv(content: bytes, path: str) -> Iterator[tuple[str, Any]]:
             f"{path}: expected UTF-8, got byte 0x{content[error.start]:02x} at offset {error.start}; save the file as "
             f"UTF-8"
         ) from None
-    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     line = 2
     try:
         for row in reader:
@@ -243,7 +244,18 @@ def _from_batches(batches: Any, path: str) -> Iterator[tuple[str, Any]]:
     yield from ((f"{path}: row {number}", row) for number, row in enumerate(rows, start=1))
 
 
-_READERS = {".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".parquet": _parquet, ".arrow": _arrow}
+def _excel(content: bytes, path: str) -> Iterator[tuple[str, Any]]:
+    raise DataError(
+        f"{path}: expected {', '.join(_READERS)}, got a spreadsheet; save it as CSV, or in Python pass "
+        f"data=pandas.read_excel({path!r})"
+    )
+
+
+_READERS = {
+    ".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".tsv": partial(_csv, delimiter="\t"), ".parquet": _parquet,
+    ".arrow": _arrow,
+}  # fmt: skip
+_REFUSED = {".xlsx": _excel, ".xls": _excel, ".ods": _excel}
 
 
 def _without_nulls(row: Any) -> Any:

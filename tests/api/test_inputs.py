@@ -11,11 +11,13 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pandas
 import pytest
 import tomli_w
 
 from async_rl.api.inputs import read_inputs
 from async_rl.config.loading import load_config
+from async_rl.data.dataset import load_rows_of
 from async_rl.errors import ConfigError, DataError
 from tests.api.own_rewards import brief, right
 
@@ -110,7 +112,8 @@ def test_the_first_reward_of_a_list_is_the_main_one_and_the_others_have_weight_o
         ({"samplin": {"group_size": 8}}, "samplin: unknown key; did you mean sampling?"),
         ({"sampling": 8}, "sampling: expected a table, got 8"),
         ({"generator": 8, "reward": right}, "generator: expected a table, got 8"),
-        ({"run": None}, "what async_rl.train got is not a valid config:\n  run.dir: expected a value, got none"),
+        ({"run": None}, 'expected model, data and run, got no data and no run; pass, for example, data="rows.jsonl", '),
+        ({"run": None, "environment": {"name": "e:f"}}, r'got no run; pass, for example, run="runs/my"$'),
         ({"reward": [right, brief, brief]}, "reward: expected a list of different functions or names, got "),
         ({"reward": [right, {brief: 0.5}]}, 'for weights other than 1 pass {"type": first, "extra": {second: 0.5}}'),
         ({"reward": []}, "got \\[\\]"),
@@ -159,11 +162,25 @@ def test_rows_become_a_file_that_is_named_by_its_digest(rows: Any, tmp_path: Pat
     assert again.config == inputs.config, "so the same call resumes the run"
 
 
+def test_frames_of_pandas_and_iterators_are_rows_and_other_things_are_refused_by_name(tmp_path: Path):
+    frame = pandas.DataFrame([*ROWS, {"prompt": "3+3:", "gt_answer": 6, "at": 0.5}])
+    for rows in (frame, (row for row in [*ROWS, {"prompt": "3+3:", "gt_answer": 6, "at": 0.5}])):
+        inputs = read_inputs(None, {"run": tmp_path / type(rows).__name__, "model": "m", "data": rows, "reward": right})
+        inputs.write()
+        loaded = load_rows_of(inputs.config, str(inputs.config.data.train)).rows
+        assert [dict(row.reward_data) for row in loaded] == [
+            {"gt_answer": 2}, {"gt_answer": 4, "levels": [1, None]}, {"gt_answer": 6, "at": 0.5},
+        ]  # fmt: skip
+    with pytest.raises(
+        DataError, match=r"^data\.train: expected rows that are dicts, got 'a' as row 0; pass .* DataFrame"
+    ):
+        read_inputs(None, {"run": tmp_path, "model": "m", "data": ["a"]})
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
         ([{"prompt": "a"}, {"prompt": {1, 2}}], "as row 1: JSON has no set"),
-        (["a prompt"], "got a prompt as row 0"),
         ([{"prompt": "\ud800"}], "as row 0: 'utf-8' codec can't encode"),
     ],
 )

@@ -97,7 +97,7 @@ def test_a_message_names_arguments_and_its_traceback_ends_in_the_call(
         async_rl.train("tiny", run=tmp_path / "fork", source=str(tmp_path / "none"))
     functions = [frame.name for frame in traceback.extract_tb(refused.value.__traceback__)]
     assert functions == ["test_a_message_names_arguments_and_its_traceback_ends_in_the_call", "train"]
-    with pytest.raises(ConfigError, match=r"model\.path: expected a value, got none; pass it$"):
+    with pytest.raises(ConfigError, match=r"expected model, data and run, got no model and no data; pass, for example"):
         async_rl.train(run=tmp_path / "new")
 
 

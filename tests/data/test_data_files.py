@@ -105,6 +105,8 @@ def test_the_digest_is_of_the_content(tmp_path: Path, name: str):
         ("rows.csv", "prompt,gt_answer\n1+1?,2\n1+2?,3,4\n", "rows.csv:3: expected 2 cells"),
         ("rows.csv", 'prompt,gt_answer\n"a\nb",2\n1+2?,\n', "rows.csv:4: .* got no gt_answer"),
         ("rows.csv", "prompt,gt_answer\n", "the dataset has no rows"),
+        ("rows.tsv", "prompt\tgt_answer\n1+1?\t2\n1+2?\n", "rows.tsv:3: expected 2 cells"),
+        ("rows.xlsx", "PK", r"expected .*, \.csv, .*, got a spreadsheet; save it as CSV, or .*pandas\.read_excel"),
         ("rows.parquet", "not parquet", "expected a Parquet file"),
         ("rows.arrow", "not arrow", "expected an Arrow IPC file or stream"),
         ("rows.arrow", "ARROW1 but no more", "expected an Arrow IPC file or stream"),
