@@ -120,7 +120,7 @@ def _best_line(run_dir: RunDir, dataset: str, points: Sequence[tuple[int, float,
 
 
 def _truncated(rows: list[Row]) -> str:
-    """Return a note if most answers of ``rows`` were cut at the token limit; else an empty text."""
+    """Return a note if most answers of ``rows`` were cut at the token limit, and that costs; else an empty text."""
     share = sum(row.get("length/truncated") or 0.0 for row in rows) / len(rows)
     if len(rows) < _MIN_STEPS or share <= _MOST:
         return ""
@@ -128,11 +128,12 @@ def _truncated(rows: list[Row]) -> str:
     costs = [f"lower the mean reward by {penalty:.2f} (reward.soft_overlong)"] if penalty >= 0.005 else []
     if any(row.get("masked/truncated") for row in rows):
         costs.append("are left out of the loss (loss.mask_truncated)")
-    effect = f" They {' and '.join(costs)}." if costs else ""
+    if not costs:  # without reward.soft_overlong they count as they are, which teaches to be short
+        return ""
     return (
-        f"note: {share:.0%} of the answers of the last {len(rows)} steps were cut at {_cut_at(rows)}.{effect} Raise "
-        f"{_raised(rows)}, or let the prompt ask for shorter answers. If they are complete and go on, the "
-        f"model does not end its turns: async-rl doctor lists the tokens that end one"
+        f"note: {share:.0%} of the answers of the last {len(rows)} steps were cut at {_cut_at(rows)}. They "
+        f"{' and '.join(costs)}. Raise {_raised(rows)}, or let the prompt ask for shorter answers. If they are "
+        f"complete and go on, the model does not end its turns: async-rl doctor lists the tokens that end one"
     )
 
 

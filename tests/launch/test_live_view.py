@@ -153,6 +153,7 @@ def test_most_answers_cut_at_the_limit_are_told_once_with_what_it_costs(tmp_path
     # Means over the last five steps: 0, 0.375, 0.5, 0.5625.
     (note,) = notes_of(tmp_path, a_row(1), *(a_row(n, **cut) for n in range(2, 9)))
     assert note.startswith("note: 56% of the answers of the last 4 steps were cut at sampling.max_new_tokens.")
+    assert notes_of(tmp_path, *(a_row(n, **{"length/truncated": 0.75}) for n in range(9, 13))) == []  # it costs nothing
     for words in ("by 0.38 (reward.soft_overlong)", "(loss.mask_truncated)", "Raise sampling.max_new_tokens"):
         assert words in note
 

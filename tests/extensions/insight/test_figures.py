@@ -51,7 +51,7 @@ def test_what_launch_noted_while_the_run_went_is_among_the_notes(tmp_path: Path)
         "groups": {"issued": 4, "in_flight": 0, "queued": 0, "taken": 0, "trained": 4, "filtered": 0, "dropped": {}},
         "rollouts": {}, "tokens": {}, "group_notes": {"wrong": "all 4 groups have only wrong answers"},
     }  # fmt: skip
-    rows = [step_row(step, length__truncated=0.75) for step in range(1, 5)]
+    rows = [step_row(step, length__truncated=0.75, masked__truncated=3) for step in range(1, 5)]
     run = write_run(tmp_path / "run", rows, ledger=ledger)
     cut, of_groups = read_run(run)["notes"]
     assert cut["step"] == 3
