@@ -71,8 +71,7 @@ _GIVEN_ROWS = (
     ({"prompt", "response"}, "prompts with an answer to imitate", "`async-rl sft`"),
 )
 """Columns by which data for other commands are known, what the rows are, and which commands train on them."""
-_COMPARES_ANSWERS = r"""\
-    expected = str(item.reward_data["gt_answer"]).rpartition("####")[2].strip()
+_COMPARES_ANSWERS = r"""    expected = str(item.reward_data["gt_answer"]).rpartition("####")[2].strip()
     if re.fullmatch(NUMBER, expected):  # equal to the last number of the answer
         found = re.findall(NUMBER, item.text)
         return float(bool(found) and value(found[-1]) == value(expected))
