@@ -66,12 +66,14 @@ NOTED: dict[str, tuple[dict[str, Any], Arrivals, tuple[str, ...]]] = {
         LONG, [(1, BOTH, {}), (128, RIGHT, {})], ("all of the last 128 groups have only right answers",)
     ),
     "nearly all wrong at the beginning": (  # one right answer of 96, in the third group
-        TWELVE, [(2, ALL_WRONG, {}), (1, ONE_LUCKY, {}), (4, ALL_WRONG, CUT), (1, ALL_WRONG, {})],
+        {**TWELVE, "mask_truncated": True},
+        [(2, ALL_WRONG, {}), (1, ONE_LUCKY, {}), (4, ALL_WRONG, CUT), (1, ALL_WRONG, {})],
         ("7 of the first 8 groups have only wrong answers, and 1% of all answers are right; 57% were cut",),
     ),
 }  # fmt: skip
 NOT_NOTED: dict[str, tuple[dict[str, Any], Arrivals]] = {
     "less than two batches": ({}, [(7, WRONG, {})]),
+    "a model that learns to end": (TWELVE, [(3, ALL_WRONG, {}), (1, ONE_LUCKY, {}), (4, ALL_WRONG, CUT)]),
     "cut answers that are trained": ({}, [(8, BOTH, CUT)]),
     "what a teacher teaches": ({"filter_range": None, "teacher_bytes": 12}, [(8, WRONG, {})]),
     "less than eight batches": (LONG, [(1, BOTH, {}), (127, RIGHT, {})]),

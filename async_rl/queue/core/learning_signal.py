@@ -138,8 +138,10 @@ class SignalWatch(msgspec.Struct):
         beginning.num_answers += group.num_graded
         if flaw == "wrong":
             _count(beginning.wrong, flaw, group, settings)
+        # Without mask_truncated, answers that don't end are wrong, and the model learns to be short.
+        is_lesson = not settings.mask_truncated and 2 * beginning.wrong.cuts.total() > beginning.wrong.num_answers
         is_known = beginning.num_groups >= max(2 * settings.groups_per_step, _MIN_GROUPS)
-        if is_known and beginning.is_nearly_all_wrong and "wrong" not in self.notes:
+        if is_known and beginning.is_nearly_all_wrong and not is_lesson and "wrong" not in self.notes:
             self.notes["wrong"] = describe_beginning(beginning, settings)
 
     def _is_long(self, settings: QueueSettings) -> bool:
