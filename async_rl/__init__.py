@@ -1,21 +1,26 @@
 """async-rl: asynchronous off-policy reinforcement learning for language models.
 
-From Python: ``train`` runs a config and waits for its end, ``Run`` reads a run's directory, ``load_config`` reads a
-config file. They are imported when they are used, because every process of a run imports this module.
+From Python: ``train`` runs a config and waits for its end, ``Run`` reads a run's directory, ``compare`` several,
+``load_config`` reads a config file. They are imported when they are used, because every process of a run imports this
+module.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from async_rl.api.compare import compare
     from async_rl.api.run import Run
     from async_rl.api.train import train
     from async_rl.config.loading import load_config
 
 __version__ = "0.1.0"
-__all__ = ["Run", "__version__", "load_config", "train"]
+__all__ = ["Run", "__version__", "compare", "load_config", "train"]
 
-_PLACES = {"Run": "async_rl.api.run", "train": "async_rl.api.train", "load_config": "async_rl.config.loading"}
+_PLACES = {
+    "Run": "async_rl.api.run", "train": "async_rl.api.train", "compare": "async_rl.api.compare",
+    "load_config": "async_rl.config.loading",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WritePage = Callable[[Sequence[Path], Path], str]
-"""What is offered as ``async_rl.pages``: it writes a page about runs, given their directories, to a file, which is
-replaced. It returns what the page leaves out, in words. Raises RunError: a file of a run is damaged, or the page can't
-be written.
+"""What is offered as ``report`` of ``async_rl.python``: it writes a page about runs, given their directories, to a
+file, which is replaced. It returns what the page leaves out, in words. Raises RunError: a file of a run is damaged, or
+the page can't be written.
 """
 
 
@@ -141,11 +141,7 @@ class Run:
         Raises:
             RunError: a file of the run is damaged, or ``out`` can't be written.
         """
-        path = self._dir.report if out is None else Path(out)
-        write_page: WritePage = load(our_offers("async_rl.pages")["report"])
-        if left_out := write_page([self.path], path):
-            logger.warning("%s", left_out)
-        return path
+        return write_page_about([self.path], self._dir.report if out is None else Path(out))
 
     def summary(self) -> str:
         """Return the lines that ``launch`` prints at the end of a run."""
@@ -160,6 +156,14 @@ class Run:
             return text
         encoded = base64.b64encode(self.picture().read_bytes()).decode()
         return f'{text}<img alt="curves of the run" style="max-width: 100%" src="data:image/png;base64,{encoded}">'
+
+
+def write_page_about(paths: Sequence[Path], out: Path) -> Path:
+    """Write the page about the runs in the directories ``paths`` to ``out``, and return it. Log what it leaves out."""
+    write_page: WritePage = load(our_offers("async_rl.python")["report"])
+    if left_out := write_page(paths, out):
+        logger.warning("%s", left_out)
+    return out
 
 
 def _records(folder: Path, set_name: str, step: int | None) -> Iterator[Row]:

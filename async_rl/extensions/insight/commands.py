@@ -10,12 +10,9 @@ from typing import Annotated
 import typer
 
 from async_rl.cli.options import AsJson, ConfigPath, Overrides, Quiet
-from async_rl.errors import ConfigError, RunError
+from async_rl.errors import ConfigError
 from async_rl.output import Progress, print_json
 from async_rl.terminal import visible
-
-MAX_RUNS = 6
-"""The page has as many colours."""
 
 report_command = typer.Typer(rich_markup_mode=None)
 compare_command = typer.Typer(rich_markup_mode=None)
@@ -60,8 +57,6 @@ def report(
       async-rl report runs/bound-0 runs/bound-4 --out bounds.html
       async-rl report runs/quickstart --serve
     """
-    if len(runs) > MAX_RUNS:
-        raise RunError(f"expected at most {MAX_RUNS} runs in one report, got {len(runs)}; compare shows more")
     if serve:
         _serve(runs, port)
         return

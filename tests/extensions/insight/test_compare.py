@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import async_rl
 from async_rl.cli.main import app
-from async_rl.errors import ConfigError
+from async_rl.errors import ConfigError, RunError
 from async_rl.extensions.insight.comparison.picture import by_setting, draw
 from async_rl.extensions.insight.comparison.summary import summarise
 from async_rl.extensions.insight.comparison.sweep import plan_sweep
@@ -62,6 +63,17 @@ def test_report_compare_and_status_of_a_finished_run_say_the_same_of_the_learner
     assert {figure["label"]: figure["value"] for figure in page["headline"]}["learner idle"] == "45%"
     assert page["who_waits"] == status["who_waits"] == sentence
     assert (status["step"], status["num_steps"], status["accuracy"]) == (30, 30, {"math": 0.75})
+
+
+def test_python_compares_runs_and_writes_one_page_about_them(tmp_path: Path):
+    first, second = two_runs(tmp_path)
+    found = async_rl.compare(first, async_rl.Run(second))
+    printed = CliRunner().invoke(app, ["compare", first, second, "--picture", str(tmp_path / "p.png")]).stdout
+    assert printed.startswith(f"{found}\n")
+    assert [run["bound"] for run in found.figures["runs"]] == [0, 4]
+    assert "<title>b0 and b4" in found.report(tmp_path / "page.html").read_text()
+    with pytest.raises(RunError, match="expected at most 6 runs in one report, got 7"):
+        async_rl.compare(*[first] * 7).report(tmp_path / "page.html")
 
 
 def test_the_picture_hides_no_run_and_marks_the_recommended_bound(tmp_path: Path):

@@ -6,11 +6,12 @@ import os
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from async_rl.extensions.insight.comparison.advice import Advice
+from async_rl.extensions.insight.comparison.advice import Advice, advise
 from async_rl.extensions.insight.comparison.points import common_target, reached
-from async_rl.extensions.insight.comparison.summary import Evaluation, RunSummary
+from async_rl.extensions.insight.comparison.summary import Evaluation, RunSummary, summarise
 from async_rl.extensions.insight.evaluation.table import aligned, cell
 from async_rl.run.records.metric_table import columns
 
@@ -20,6 +21,13 @@ _WIDTH = 80
 _WRAP = textwrap.TextWrapper(_WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
 MAX_LAGS = 8
 """Number of lags that the table of the mismatch shows. ``--json`` has all."""
+
+
+def compared(paths: Sequence[Path]) -> tuple[list[str], dict[str, Any]]:
+    """Return ``comparison_lines`` and ``comparison_json`` of the runs in the directories ``paths``."""
+    summaries = [summarise(path) for path in paths]
+    advice = advise(summaries)
+    return comparison_lines(summaries, advice), comparison_json(summaries, advice)
 
 
 def comparison_lines(summaries: Sequence[RunSummary], advice: Advice) -> list[str]:

@@ -36,13 +36,7 @@ EvalConfig = Annotated[
     ),
 ]
 Samples = Annotated[
-    int | None,
-    typer.Option(
-        "--samples",
-        metavar="N",
-        min=1,
-        help="Number of answers to sample for each row; above 1 at sampling.temperature, if no other is set.",
-    ),
+    int | None, typer.Option("--samples", metavar="N", min=1, help="Answers to each row. Several are sampled.")
 ]
 Temperature = Annotated[
     float | None,

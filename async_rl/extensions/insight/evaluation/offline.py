@@ -480,10 +480,8 @@ def _apply(raw: dict[str, Any], options: EvalOptions) -> None:
         if section == "eval":
             for own in sets.values():
                 own.pop(name, None)
-    keys = {*options.values, *(override.partition("=")[0].strip() for override in options.overrides)}
-    if options.values.get("eval.num_samples", 1) > 1 and not any(
-        re.match(r"eval\..*temperature$", key) for key in keys
-    ):
+    is_chosen = any(re.match(r"eval\.(.+\.)?temperature\b", key) for key in (*options.values, *options.overrides))
+    if options.values.get("eval.num_samples", 1) > 1 and not is_chosen:
         sampled = raw.get("sampling", {}).get("temperature", SamplingConfig.model_fields["temperature"].default)
         for own in (evaluation, *(own for own in sets.values() if "temperature" in own)):
             own["temperature"] = own.get("temperature") or sampled

@@ -19,13 +19,18 @@ MAX_BYTES = 14_000_000
 _BASE_BYTES = 400_000
 """Room for the page itself: templates, curves and settings."""
 
+_MAX_RUNS = 6
+"""The page has as many colours."""
+
 
 def read_all(runs: Sequence[Path]) -> list[Plain]:
     """Return the figures of ``runs``, which have names that tell them apart.
 
     Raises:
-        RunError: there is no run, or one of its files is damaged.
+        RunError: there is no run, one of its files is damaged, or they are too many.
     """
+    if len(runs) > _MAX_RUNS:
+        raise RunError(f"expected at most {_MAX_RUNS} runs in one report, got {len(runs)}; compare shows more")
     names = short_names([os.path.realpath(path) for path in runs])
     return [{**read_run(path), "name": name} for path, name in zip(runs, names, strict=True)]
 
