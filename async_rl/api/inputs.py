@@ -108,8 +108,7 @@ def _refuse_missing(raw: Mapping[str, Any]) -> None:
     if {"model", "run"}.intersection(missing):
         examples = ", ".join(f'{name}="{_EXAMPLES[name]}"' for name in missing)
         raise ConfigError(
-            f"async_rl.train: expected model, data and run, got no {' and no '.join(missing)}; pass, for example, "
-            f"{examples}"
+            f"expected model, data and run, got no {' and no '.join(missing)}; pass, for example, {examples}"
         )
 
 

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
 from async_rl.api.code_name import refuse_while_imported
 from async_rl.api.inputs import Base, Rows, read_inputs
 from async_rl.api.run import Run
+from async_rl.config.config import Config
 from async_rl.errors import RunError, RunFailedError, StoppedError, UserError
 from async_rl.launch.launch import Ended, launch
+from async_rl.registry import load, our_offers
 
 Source = str | PathLike[str] | Rows
 Reward = str | Callable[..., Any]
+GuessSizes = Callable[[str, Collection[str]], dict[str, dict[str, Any]]]
+"""What is offered as ``sizes`` of ``async_rl.python``. It gets a model, and the names of sections to leave out."""
 
 _IN_PYTHON = {
     "`async-rl launch --takeover`": "takeover=True", "--takeover": "takeover=True", "--fresh": "fresh=True",
@@ -56,7 +61,8 @@ def train(
             in a list are summed: the first is ``reward.type``, the others are ``reward.extra`` with weight 1. A section
             may have functions, too, such as ``{"type": right, "extra": {brief: 0.1}}``.
         run: ``run.dir``, the run directory.
-        config: a base that the other arguments change: a config file, a dict of sections, or a ``Config``.
+        config: a base that the other arguments change: a config file, a dict of sections, or a ``Config``. Without it,
+            sections that are left out get the sizes and the learning rate that ``async-rl init`` would choose.
         fresh: move an earlier run in the directory aside, and start a new one.
         source: ``RUN`` or ``RUN@STEP``, the run from which to fork.
         insecure: allow network addresses without keys.
@@ -78,7 +84,10 @@ def train(
             f"{threading.current_thread().name}; call it there, or start `async-rl launch` as a process"
         )
     try:
-        inputs = read_inputs(config, {"run": run, "model": model, "data": data, "reward": reward, **sections})
+        sizes = _guessed_sizes(model, sections) if config is None else {}
+        inputs = read_inputs(sizes or config, {"run": run, "model": model, "data": data, "reward": reward, **sections})
+        if sizes and not quiet:
+            print(_sizes_line(sizes, inputs.config))  # noqa: T201
         ended = launch(
             inputs.config, fresh=fresh, source=source, insecure=insecure, takeover=takeover, quiet=quiet,
             name_next=False, write_inputs=inputs.write,
@@ -87,6 +96,23 @@ def train(
         error.args = tuple(map(_in_python, map(str, error.args)))
         raise error.with_traceback(None) from error.__cause__
     return _ended_run(ended, Run(inputs.config.run.dir), quiet=quiet)
+
+
+def _guessed_sizes(model: Any, sections: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the sizes that ``async-rl init`` chooses for the sections that a call leaves out."""
+    path = model.get("path") if isinstance(model, Mapping) else model
+    guess: GuessSizes = load(our_offers("async_rl.python")["sizes"])
+    return {} if path is None else guess(os.fspath(path), sections.keys())
+
+
+def _sizes_line(sizes: Mapping[str, Mapping[str, Any]], config: Config) -> str:
+    """Return what was guessed, and how much there is to sample."""
+    keys = ", ".join(f"{name}.{key} = {value}" for name, table in sizes.items() for key, value in table.items())
+    learner, sampling = config.learner, config.sampling
+    return (
+        f"sizes that `async-rl init` chooses here (pass a section to choose them): {keys}; {learner.steps} steps of "
+        f"{learner.groups_per_step} x {sampling.group_size} answers of up to {sampling.max_new_tokens} tokens"
+    )
 
 
 def _ended_run(ended: Ended, run: Run, *, quiet: bool) -> Run:

@@ -91,7 +91,12 @@ class Source:
         path = Path(self._place)
         if path.suffix.lower() == _PACKED:
             path, content = path.with_suffix(""), _unpacked(content, self._place)
-        yield from {**_READERS, **_REFUSED}.get(path.suffix.lower(), _jsonl)(content, self._place)
+        if path.suffix.lower() in (".xlsx", ".xls", ".ods"):
+            raise DataError(
+                f"{path}: expected {', '.join(_READERS)}, got a spreadsheet; save it as CSV, or in Python pass "
+                f"data=pandas.read_excel({str(path)!r})"
+            )
+        yield from _READERS.get(path.suffix.lower(), _jsonl)(content, self._place)
 
     def _from_datasets(self) -> Iterator[tuple[str, Any]]:
         try:
@@ -244,18 +249,10 @@ def _from_batches(batches: Any, path: str) -> Iterator[tuple[str, Any]]:
     yield from ((f"{path}: row {number}", row) for number, row in enumerate(rows, start=1))
 
 
-def _excel(content: bytes, path: str) -> Iterator[tuple[str, Any]]:
-    raise DataError(
-        f"{path}: expected {', '.join(_READERS)}, got a spreadsheet; save it as CSV, or in Python pass "
-        f"data=pandas.read_excel({path!r})"
-    )
-
-
 _READERS = {
     ".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".tsv": partial(_csv, delimiter="\t"), ".parquet": _parquet,
     ".arrow": _arrow,
 }  # fmt: skip
-_REFUSED = {".xlsx": _excel, ".xls": _excel, ".ods": _excel}
 
 
 def _without_nulls(row: Any) -> Any:

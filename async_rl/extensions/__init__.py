@@ -8,7 +8,7 @@ endpoint; ``code_rewards`` judges programs; ``offline`` trains on given rows.
 An extension gives the core things of a few kinds, each under a name, as an installed package does by entry points:
 
 * ``async_rl.commands``: a ``typer.Typer`` with one subcommand of ``async-rl``, which has the entry's name;
-* ``async_rl.pages``: what writes a page about runs, as ``async_rl.Run.report`` does (``api/run.py``), only ours;
+* ``async_rl.python``: what ``async_rl.train``, ``compare`` and ``Run`` call (``api/``), only ours;
 * ``async_rl.sinks``: what opens a sink of ``log.to``; ``async_rl.sink_checks``: whether it can be opened;
 * ``async_rl.mirrors``: a class that copies runs to ``checkpoint.mirror``, and brings them back from there;
 * ``async_rl.checks``: a check of a config before a start, which a row of ``launch/checks/table.py`` names, only ours;
@@ -43,7 +43,11 @@ OFFERS: Mapping[str, Mapping[str, str]] = {
         "eval": "async_rl.extensions.insight.evaluation.commands:eval_command",
         "verifier": "async_rl.extensions.code_rewards.commands:verifier_command",
     },
-    "async_rl.pages": {"report": "async_rl.extensions.insight.report.report:write_report"},
+    "async_rl.python": {
+        "report": "async_rl.extensions.insight.report.report:write_report",
+        "compare": "async_rl.extensions.insight.comparison.table:compared",
+        "sizes": "async_rl.extensions.quickstart.init:guessed_sizes",
+    },
     "async_rl.sinks": {
         "wandb": "async_rl.extensions.ops.sinks.wandb_sink:Wandb",
         "tensorboard": "async_rl.extensions.ops.sinks.tensorboard_sink:TensorBoard",

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 import async_rl
+from async_rl.config.learner import LearnerConfig
 from async_rl.errors import ConfigError, RunError, RunFailedError, StoppedError, UserError
+from async_rl.extensions.quickstart import init
 from async_rl.launch import launch as launch_module
 from async_rl.launch.supervisor import Death, Outcome
 from async_rl.run.directory import RunDir
@@ -83,6 +85,21 @@ def test_ctrl_c_returns_the_run_with_what_to_do_and_sigterm_raises(
     ends_as(Outcome(143, "SIGTERM"))
     with pytest.raises(StoppedError, match="stopped by SIGTERM"):
         train(tmp_path)
+
+
+def test_sections_that_a_call_leaves_out_have_the_sizes_of_init_which_are_shown_before_the_start(
+    tmp_path: Path, ends_as: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(init, "num_gpus_here", lambda: 0)
+    config = async_rl.train("tiny", ROWS, run=tmp_path / "a", sampling={"max_new_tokens": 8}).config
+    assert (config.learner.steps, config.learner.groups_per_step, config.generator.batch_size) == (50, 4, 16)
+    assert (config.sampling.max_new_tokens, config.sampling.group_size) == (8, 8), "what is passed is not guessed"
+    shown = "learner.groups_per_step = 4, generator.batch_size = 16, optimizer.lr = 1e-06; 50 steps of 4 x 8 answers of"
+    assert f"{shown} up to 8 tokens" in capsys.readouterr().out
+    base = async_rl.train("tiny", ROWS, run=tmp_path / "b", config={"generator": {"batch_size": 3}}).config
+    assert (base.learner, base.generator.batch_size) == (LearnerConfig(), 3)
+    assert "sizes" not in capsys.readouterr().out
+    assert init.guessed_sizes("tiny", ())["learner"] == {"steps": 50, "groups_per_step": 4, "max_tokens": 4096}
 
 
 def test_a_message_names_arguments_and_its_traceback_ends_in_the_call(

@@ -12,7 +12,7 @@ import math
 import re
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -210,6 +210,10 @@ def config_text(plan: Plan, reward_file: Path, first_row: Mapping[str, Any]) -> 
         with Progress() as progress:
             progress.show("reading the tokenizer")
             _fit_first_prompt(values, first_row)
+    sampling, learner = values["sampling"], values["learner"]
+    if "max_tokens" in learner:
+        longest = sampling["max_prompt_tokens"] + sampling["max_new_tokens"]
+        learner["max_tokens"] = max(learner["max_tokens"], longest)
     header = (
         f"# Written by `async-rl init`. Check it with `async-rl doctor`, run it with `async-rl launch`.\n"
         f"# Keys that are not here have their defaults: `async-rl config FILE --explain` shows all of them.\n"
@@ -236,15 +240,44 @@ def _values(plan: Plan, reward_file: Path) -> dict[str, Any]:
         "optimizer": {"lr": _learning_rate(plan.model)},
         **({"eval": {"every": 25}} if plan.evaluation else {}),
     }
-    # A model on the hub is not fetched for this; ``doctor`` and ``launch`` compare its context with these limits.
-    context = context_length(plan.model) if Path(plan.model, "config.json").is_file() else None
-    sampling = values["sampling"]
-    if context is not None and sampling["max_prompt_tokens"] + sampling["max_new_tokens"] > context:
-        sampling["max_prompt_tokens"] = max(1, context // 2)
-        sampling["max_new_tokens"] = max(1, context - context // 2)
+    _fit_context(values["sampling"], plan.model)
     if own not in REWARD_TYPES:
         values["generator"]["allow_code"] = [own.partition(":")[0]]
     return values
+
+
+def guessed_sizes(model: str, given: Collection[str]) -> dict[str, dict[str, Any]]:
+    """Return the sizes that ``init`` would choose for ``model`` on this machine, without the sections in ``given``.
+
+    Devices are left to ``launch``. ``async_rl.train`` calls this for a call without a config.
+    """
+    found = {**_sizes(num_gpus_here()), "optimizer": {"lr": _learning_rate(model)}}
+    _fit_context(found["sampling"], model)
+    own_lengths = {"sampling", "environment"}.intersection(given)  # which max_tokens would have to fit
+    keys = {
+        "steps",
+        "groups_per_step",
+        "batch_size",
+        "lr",
+        *found["sampling"],
+        *(() if own_lengths else ("max_tokens",)),
+    }
+    chosen = {name: {key: table[key] for key in table if key in keys} for name, table in found.items()}
+    return {name: table for name, table in chosen.items() if table and name not in given}
+
+
+def num_gpus_here() -> int:
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
+def _fit_context(sampling: dict[str, Any], model: str) -> None:
+    """Lower the limits of lengths to the context of ``model``, if it is here: one on a hub is not fetched for this, and
+    ``doctor`` and ``launch`` compare its context with these limits.
+    """
+    context = context_length(model) if Path(model, "config.json").is_file() else None
+    if context is not None and sampling["max_prompt_tokens"] + sampling["max_new_tokens"] > context:
+        sampling["max_prompt_tokens"] = max(1, context // 2)
+        sampling["max_new_tokens"] = max(1, context - context // 2)
 
 
 def _fit_first_prompt(values: dict[str, Any], first_row: Mapping[str, Any]) -> None:
@@ -293,6 +326,8 @@ def _sizes(num_gpus: int) -> dict[str, dict[str, Any]]:
     is_small = num_gpus == 0
     learner: dict[str, Any] = {"steps": 50 if is_small else 300, "groups_per_step": 4 if is_small else 32}
     generator: dict[str, Any] = {"count": 1, "batch_size": 16 if is_small else 128}
+    if is_small:
+        learner["max_tokens"] = 4096  # a micro-batch; the default's logits want tens of GiB
     if num_gpus == 1:
         learner["devices"] = generator["devices"] = [0]
         generator |= {"memory_fraction": 0.4, "double_buffer": False}
@@ -450,8 +485,7 @@ def _ask(config: Path, given: Given) -> tuple[Plan, Columns]:
         evaluation = _answer(asks, "--eval", "Evaluation data (empty for none)", _read_evaluation, "")
     num_gpus = given.num_gpus
     if num_gpus is None:
-        found = len(list(Path("/dev").glob("nvidia[0-9]*")))
-        num_gpus = _answer(asks, "--gpus", "GPUs to use (0: CPU)", _read_number, str(found))
+        num_gpus = _answer(asks, "--gpus", "GPUs to use (0: CPU)", _read_number, str(num_gpus_here()))
     plan = Plan(model, data, evaluation, reward, prompt, answer, num_gpus, name=config.stem)
     check_answers(plan, columns)
     return plan, columns
