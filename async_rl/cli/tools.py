@@ -41,7 +41,11 @@ def show_config(
     ] = None,
     overrides: Overrides = None,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Print what each key means, its values and its default. See KEY.")
+        bool,
+        typer.Option(
+            "--explain",
+            help="Print what each key means, its values, its default, and where its value comes from. See KEY.",
+        ),
     ] = False,
     as_json: AsJson = False,
     show_all: Annotated[bool, typer.Option("--all", help="Print also the sections that have only defaults.")] = False,
@@ -82,9 +86,10 @@ def show_config(
     from async_rl.config.document import explain_json
 
     if as_json:
-        print_json(explain_json(resolved, key))
+        print_json(explain_json(resolved, key, overrides or []))
         return
-    for line in explain_keys(resolved, key, width=min(100, shutil.get_terminal_size().columns)):
+    width = min(100, shutil.get_terminal_size().columns)
+    for line in explain_keys(resolved, key, width=width, overrides=overrides or []):
         typer.echo(line)
 
 

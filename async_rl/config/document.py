@@ -22,8 +22,10 @@ from pydantic.fields import FieldInfo
 from async_rl.config.config import Config
 from async_rl.config.contradictions import value_of
 from async_rl.config.exclusions import EXCLUSIONS
+from async_rl.config.loading import is_among
+from async_rl.config.loss import IMPLIED_BY, LossConfig
 from async_rl.config.loss_contradictions import CONTRADICTIONS
-from async_rl.config.loss_names import OFF_VALUES
+from async_rl.config.loss_names import OFF_VALUES, PRESETS
 from async_rl.config.rules import Rule
 from async_rl.config.scorer import ScorerConfig
 from async_rl.errors import ConfigError
@@ -33,9 +35,9 @@ _INTRO = """\
 
 A config is a TOML file with one table for each section below; `async-rl COMMAND CONFIG --set section.key=value` sets
 single keys. `async-rl config CONFIG --all` checks a file and prints every key with its value, and
-`async-rl config CONFIG --explain [KEY]` prints what this page says next to the values of that file. Unknown keys are
-refused. A table `[extension.NAME]` is that of an installed package, whose own model (an entry point of the group
-`async_rl.config`) checks it.
+`async-rl config CONFIG --explain [KEY]` prints what this page says next to the values of that file, and where each
+value comes from. Unknown keys are refused. A table `[extension.NAME]` is that of an installed package, whose own model
+(an entry point of the group `async_rl.config`) checks it.
 
 *Unset* means that the key is left out; TOML has no null. Sizes are in bytes, times in seconds, as the names say.
 
@@ -183,14 +185,45 @@ def _entry_keys() -> set[str]:
     return {key.name for table in _entries() for key in table.keys}
 
 
-def explain(config: Config, name: str | None, *, width: int) -> list[str]:
-    """Return lines of text that show each key of ``config``: its value, its meaning, its possible values and its
-    default.
+def origin_of(config: Config, name: str, overrides: Sequence[str] = ()) -> str:
+    """Return where the value of the key ``name`` comes from: ``--set`` (of ``overrides``), the file, a preset, another
+    key, or the default.
+    """
+    chosen = [override.partition("=")[0].strip() for override in overrides]
+    if is_among(name, chosen) or any(one.startswith(f"{name}.") for one in chosen):
+        return "--set"
+    table, _, key = name.rpartition(".")
+    section = value_of(config, table)
+    if key in section.model_fields_set:
+        return "file"
+    if not isinstance(section, LossConfig):
+        return "default"
+    if getattr(section, key) != getattr(LossConfig(preset=section.preset), key):
+        return IMPLIED_BY.get(key, "loss.advantage_function")
+    return f"preset {section.preset}" if key in PRESETS[section.preset] or _differs(section, key) else "default"
+
+
+def preset_line(config: Config) -> str:
+    """Return in one line the values that ``loss.preset`` set and that differ from the defaults; empty if none does."""
+    loss = config.loss
+    names = [f"loss.{key}" for key in LossConfig.model_fields if _differs(loss, key)]
+    shown = [_assignment(config, name) for name in names if origin_of(config, name).startswith("preset")]
+    return f"preset {loss.preset} sets {', '.join(shown)}" if shown else ""
+
+
+def _differs(loss: LossConfig, key: str) -> bool:
+    return getattr(loss, key) != getattr(LossConfig(), key)
+
+
+def explain(config: Config, name: str | None, *, width: int, overrides: Sequence[str] = ()) -> list[str]:
+    """Return lines of text that show each key of ``config``: its value, its meaning, its possible values, its default,
+    and where the value comes from.
 
     Args:
         config: the config whose values are shown.
         name: a section, a table or a key. None shows all keys.
         width: columns of the terminal.
+        overrides: the ``--set`` options with which ``config`` was read.
 
     Raises:
         ConfigError: there is no such section or key.
@@ -199,12 +232,15 @@ def explain(config: Config, name: str | None, *, width: int) -> list[str]:
     for key in _keys_of(name):
         facts = f"Values: {key.values}. Default: {key.shown_default}."
         # A key of [[loss.rules]] has a value in each entry, and these stand above. So has a key of [scorer.NAME].
-        head = f"{key.name} (in each entry)" if key.name in _entry_keys() else _assignment(config, key.name)
+        head = f"{key.name} (in each entry)"
+        if key.name not in _entry_keys():
+            head = _assignment(config, key.name)
+            facts = f"{facts} From: {origin_of(config, key.name, overrides)}."
         lines += [head, *_wrapped(key.description, width), *_wrapped(facts, width), ""]
     return lines[:-1]
 
 
-def explain_json(config: Config, name: str | None) -> dict[str, dict[str, str]]:
+def explain_json(config: Config, name: str | None, overrides: Sequence[str] = ()) -> dict[str, dict[str, str]]:
     """Return what ``explain`` shows as plain data, by the name of the key. ``value`` is TOML, or ``unset``.
 
     Keys of the entries of ``loss.rules`` and of ``scorer`` are left out: they have no single value.
@@ -218,6 +254,7 @@ def explain_json(config: Config, name: str | None) -> dict[str, dict[str, str]]:
             "meaning": key.description,
             "values": key.values,
             "default": key.shown_default,
+            "from": origin_of(config, key.name, overrides),
         }
         for key in _keys_of(name)
         if key.name not in _entry_keys()

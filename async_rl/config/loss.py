@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ModelWrapValidatorHandler, field_validator, model_validator
 
 from async_rl.config.contradictions import check_contradictions
 from async_rl.config.loss_contradictions import CONTRADICTIONS
@@ -43,6 +43,10 @@ LOSS_KEYS = (
 """Keys that the built-in loss reads. With ``loss.function`` they do what that function makes of them, so one that is
 set to another value than the default, and that the function does not read, is refused. (A KL in the reward or the
 advantages is not the loss's.)"""
+
+
+IMPLIED_BY = {"dual_clip": "loss.surrogate", "kl_placement": "loss.kl_coef", "kl_estimator": "loss.kl_placement"}
+"""Key -> the key that decides if neither the user nor the preset does. The advantage is left to advantage_function."""
 
 
 class LossConfig(Section):
@@ -201,11 +205,24 @@ class LossConfig(Section):
         "context) leave the loss and their group's baseline.",
     )
 
-    @model_validator(mode="before")
+    @field_validator("function", "advantage_function")
     @classmethod
-    def _fill_from_preset(cls, data: Any) -> Any:
+    def _is_code(cls, value: str | None) -> str | None:
+        if value is not None and not is_code_name(value):
+            raise ValueError(f"expected module:function or file.py:function, got {value!r}; correct it")
+        return value
+
+    @model_validator(mode="after")
+    def _refuse_contradictions(self) -> Self:
+        check_contradictions(self, CONTRADICTIONS)
+        check_rules(self.rules, has_anchor=self.anchor != "behavior")
+        return self
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _fill_from_preset(cls, data: Any, validated: ModelWrapValidatorHandler[Self]) -> Self:
         if not isinstance(data, Mapping):
-            return data
+            return validated(data)
         given = {key: None if _is_off(key, value) else value for key, value in data.items()}
         preset = given.get("preset", "dapo")
         # The validation of the field refuses an unknown preset.
@@ -219,20 +236,9 @@ class LossConfig(Section):
             filled["kl_placement"] = "loss"
         if filled.get("kl_placement") == "loss":
             filled.setdefault("kl_estimator", "k3")
-        return filled
-
-    @field_validator("function", "advantage_function")
-    @classmethod
-    def _is_code(cls, value: str | None) -> str | None:
-        if value is not None and not is_code_name(value):
-            raise ValueError(f"expected module:function or file.py:function, got {value!r}; correct it")
-        return value
-
-    @model_validator(mode="after")
-    def _refuse_contradictions(self) -> Self:
-        check_contradictions(self, CONTRADICTIONS)
-        check_rules(self.rules, has_anchor=self.anchor != "behavior")
-        return self
+        loss = validated(filled)
+        loss.model_fields_set.intersection_update(given)  # so that ``origin_of`` knows what the user has set
+        return loss
 
     @property
     def all_rules(self) -> tuple[Rule, ...]:

@@ -22,6 +22,7 @@ from pathlib import Path
 from rich.console import Console
 
 from async_rl.config.config import Config
+from async_rl.config.document import preset_line
 from async_rl.config.loading import changed_keys, load_run_config, machine_overrides, show_change
 from async_rl.errors import ConfigError, UserError
 from async_rl.launch.checks.capacity import has_gpu
@@ -113,7 +114,7 @@ def launch(
         for line in make_fork() if make_fork is not None else continuation_lines(run_dir, config, earlier):
             _print_line(shown, line)
         num_steps = planned_steps(config, most_prompts, run_dir)
-        if line := schedule_note(config, num_steps):
+        for line in filter(None, (preset_line(config), schedule_note(config, num_steps))):
             _print_line(shown, line)
         ended = _run(config, run_dir, lock, console, num_steps, insecure=insecure, fresh=fresh, quiet=quiet)
         if run_dir.is_finished and name_next:
@@ -208,6 +209,7 @@ def describe_commands(config: Config, commands: RunCommands) -> list[str]:
     """
     lines = [f"# run directory: {config.run.dir}; free ports are chosen at start"]
     lines += [f"# GPUs: {line}"] if (line := commands.placement.line) else []
+    lines += [f"# {line}"] if (line := preset_line(config)) else []
     for command in _all_commands(config, commands):
         lines += [f"# {command.name}", command.shell_line()]
     return lines

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.config.document import explain, markdown, tables
-from async_rl.config.loading import TRL_NAMES, load_config, parse_config
+from async_rl.config.contradictions import value_of
+from async_rl.config.document import explain, explain_json, markdown, origin_of, preset_line, tables
+from async_rl.config.loading import TRL_NAMES, default_config, load_config, parse_config
+from async_rl.config.loss_names import PRESETS
 from async_rl.config.rules import Rule
 from async_rl.config.scorer import ScorerConfig
 from async_rl.errors import ConfigError
@@ -40,12 +42,41 @@ def test_every_key_of_a_config_is_described():
 
 
 def test_a_key_is_explained_with_its_value_its_values_and_its_default():
-    config = load_config(ROOT / "configs" / "quickstart.toml", ["checkpoint.every=7"])
-    assert explain(config, "checkpoint.every", width=80) == [
+    overrides = ["checkpoint.every=7"]
+    config = load_config(ROOT / "configs" / "quickstart.toml", overrides)
+    assert explain(config, "checkpoint.every", width=80, overrides=overrides) == [
         "checkpoint.every = 7",
         "    Steps between two checkpoints; 0 writes one only at the end.",
-        "    Values: integer, at least 0. Default: 50.",
+        "    Values: integer, at least 0. Default: 50. From: --set.",
     ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "origin"),
+    [
+        ((), "loss.kl_coef", "default"),
+        (("loss.preset=grpo",), "loss.kl_coef", "preset grpo"),
+        (("loss.preset=grpo",), "loss.clip_high", "preset grpo"),  # no more the default's, which are DAPO's
+        (("loss.preset=grpo", "loss.kl_coef=0"), "loss.kl_coef", "--set"),
+        (("loss.kl_coef=0.1",), "loss.kl_estimator", "loss.kl_placement"),
+        (("loss.surrogate=plain",), "loss.dual_clip", "loss.surrogate"),
+        (("data.columns.prompt=question",), "data.columns", "--set"),
+        ((), "run.dir", "file"),
+        ((), "data.curriculum.chance", "default"),
+    ],
+)
+def test_every_value_has_an_origin(overrides: tuple[str, ...], key: str, origin: str):
+    config = load_config(ROOT / "configs" / "quickstart.toml", overrides)
+    assert explain_json(config, key, overrides)[key]["from"] == origin
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_what_a_preset_sets_is_told_in_one_line(preset: str):
+    config, default = default_config([f"loss.preset={preset}"]), default_config()
+    names = [key.name for key in KEYS if key.name.startswith("loss.") and key.name != "loss.preset"]
+    assert {origin_of(config, name) for name in names} == {"default", f"preset {preset}"}
+    told = re.findall(r"loss\.\w+(?= = )", preset_line(config))
+    assert told == [name for name in names if value_of(config, name) != value_of(default, name)]
 
 
 def test_a_section_is_explained_key_by_key_and_nothing_means_all():

@@ -109,11 +109,15 @@ def test_a_restarted_process_takes_its_place_again():
 
 
 def test_a_dry_run_names_every_process_with_devices_and_threads():
-    config = a_config(learner={"nproc": 2}, generator={"backend": "transformers", "count": 1})
+    config = a_config(
+        learner={"nproc": 2}, generator={"backend": "transformers", "count": 1}, loss={"preset": "dr_grpo"}
+    )
     lines = describe_commands(config, some_commands(config, gpus=("0", "1", "2")))
     assert [line for line in lines if line.startswith("# ")][1:] == [
-        "# GPUs: learner-0 on 0, learner-1 on 1, generator-0 on 2", "# queue", "# learner-0", "# learner-1",
-        "# generator-0",
+        "# GPUs: learner-0 on 0, learner-1 on 1, generator-0 on 2",
+        '# preset dr_grpo sets loss.advantage = "group_mean", loss.clip_high = 0.2, '
+        'loss.aggregation = "sequence_sum", loss.mask_truncated = false',
+        "# queue", "# learner-0", "# learner-1", "# generator-0",
     ]  # fmt: skip
     assert re.match(r"CUDA_VISIBLE_DEVICES=2 OMP_NUM_THREADS=\d .* -m async_rl generator --connect ", lines[-1])
 

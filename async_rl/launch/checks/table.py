@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.config.config import Config
+from async_rl.config.document import preset_line
 from async_rl.config.extension import check_extension_settings
 from async_rl.config.loading import parse_config
 from async_rl.data.untrained_rows import untrained_end
@@ -117,6 +118,8 @@ CHECKS: tuple[Check, ...] = (
     Check("sampling.stop_token_ids", "files", _LEARNERS, lambda s: settings.check_stop_tokens(s.config),
           needs=("model",)),
     Check("lengths", "files", _LEARNERS, lambda s: data.check_lengths(s.config, s.rows), needs=("data", "template")),
+    Check("loss.preset", "doctor", _LAUNCH,
+          lambda s: [Finding("loss.preset", "OK", line)] if (line := preset_line(s.config)) else []),
     Check("age of data", "doctor", _LAUNCH, lambda s: [settings.find_age(s.config)]),
     Check("queue.max_bytes", "doctor", _LAUNCH, lambda s: data.check_queue_bytes(s.config), needs=("lengths",)),
     Check("tokenizer", "files", _LEARNERS, lambda s: data.check_tokenizer(s.config, s.rows), needs=("template",)),
