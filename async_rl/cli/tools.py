@@ -42,10 +42,7 @@ def show_config(
     overrides: Overrides = None,
     explain: Annotated[
         bool,
-        typer.Option(
-            "--explain",
-            help="Print what each key means, its values, its default, and where its value comes from. See KEY.",
-        ),
+        typer.Option("--explain", help="Print what each key means, its values, and where its own is from. See KEY."),
     ] = False,
     as_json: AsJson = False,
     show_all: Annotated[bool, typer.Option("--all", help="Print also the sections that have only defaults.")] = False,

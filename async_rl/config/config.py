@@ -241,11 +241,6 @@ class Config(Section):
         return self.weights.sync_every + self.learner.versions_per_batch - 2
 
     @property
-    def lowest_busy_bound(self) -> int:
-        """The lowest staleness bound under which generators sample for a batch while the learner trains another."""
-        return self.lowest_bound + self.learner.versions_per_batch
-
-    @property
     def last_version(self) -> int:
         """The version after the run's last step, if no optimizer step is skipped. Steps that train only the critic make
         none.

@@ -28,7 +28,8 @@ class QueueConfig(Section):
         default=4,
         ge=0,
         le=1024,
-        description="Maximum number of versions between sampling a token and training on it; 0 is on-policy training.",
+        description="Maximum number of versions between sampling a token and training on it; 0 is on-policy training, "
+        "as is k - 1 with k updates of a batch.",
     )
     run_ahead: Recorded[Literal["auto", "bound"] | Annotated[float, Field(ge=0, le=1024)]] = Field(
         default="auto",

@@ -109,9 +109,7 @@ def test_a_restarted_process_takes_its_place_again():
 
 
 def test_a_dry_run_names_every_process_with_devices_and_threads():
-    config = a_config(
-        learner={"nproc": 2}, generator={"backend": "transformers", "count": 1}, loss={"preset": "dr_grpo"}
-    )
+    config = a_config(learner={"nproc": 2}, generator={"backend": "transformers"}, loss={"preset": "dr_grpo"})
     lines = describe_commands(config, some_commands(config, gpus=("0", "1", "2")))
     assert [line for line in lines if line.startswith("# ")][1:] == [
         "# GPUs: learner-0 on 0, learner-1 on 1, generator-0 on 2",

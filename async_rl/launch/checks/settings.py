@@ -14,11 +14,12 @@ from async_rl.launch.checks.finding import Finding
 def find_age(config: Config) -> Finding:
     """Return how old the trained data may be, in versions, and how old it will be where sampling is the faster side."""
     bound, run_ahead = config.queue.max_staleness, config.queue.run_ahead
-    if 0 < bound < config.lowest_busy_bound and not config.learner.generate:
+    busy = config.lowest_bound + config.learner.versions_per_batch
+    if 0 < bound < busy and not config.learner.generate:
         return Finding(
             "age of data", "WARN", f"queue.max_staleness = {bound}: generators wait while the learner trains a batch, "
             f"whose versions fill the bound (learner.updates_per_batch, learner.epochs_per_batch, weights.sync_every)",
-            fix=f"set it to {config.lowest_busy_bound}, or leave it if every batch shall be on-policy",
+            fix=f"set it to {busy}, or leave it if every batch shall be on-policy",
         )  # fmt: skip
     if config.learner.fixed_lag is not None or bound == 0:
         return Finding("age of data", "OK", f"every token {bound} versions old (queue.max_staleness)")
