@@ -17,6 +17,7 @@ from async_rl.config.config import Config
 from async_rl.config.generator import GeneratorConfig
 from async_rl.config.loss import LossConfig
 from async_rl.config.loss_names import OFF_VALUES
+from async_rl.config.other_trainers import hints
 from async_rl.config.reward import RewardConfig, reward_named
 from async_rl.config.run import ExperimentalConfig
 from async_rl.errors import ConfigError
@@ -46,16 +47,6 @@ _REPLACED: Mapping[str, str] = {
     ),
 }
 """Key of an older version -> what replaces it."""
-TRL_NAMES: Mapping[str, str] = {
-    "output_dir": "run.dir", "max_steps": "learner.steps", "num_train_epochs": "data.epochs",
-    "learning_rate": "optimizer.lr", "lr_scheduler_type": "optimizer.schedule", "temperature": "sampling.temperature",
-    "num_generations": "sampling.group_size", "max_completion_length": "sampling.max_new_tokens",
-    "beta": "loss.kl_coef", "epsilon": "loss.clip_low", "epsilon_high": "loss.clip_high",
-    "num_iterations": "learner.epochs_per_batch", "steps_per_generation": "learner.updates_per_batch",
-    "per_device_train_batch_size": "learner.groups_per_step", "mask_truncated_completions": "loss.mask_truncated",
-    "save_steps": "checkpoint.every", "eval_steps": "eval.every", "use_vllm": "generator.backend",
-}  # fmt: skip
-"""Names of TRL's most used settings -> ours. docs/coming_from.md has all of them."""
 _EXPECTED: Mapping[str, str] = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
@@ -112,7 +103,7 @@ def _beside_preset(loss: Any) -> Any:
 
 def _refuse_nul(raw: Mapping[str, Any]) -> None:
     """Raise ConfigError if a text in ``raw`` has the character NUL, which no path, name or command can have."""
-    for key, value in _flat(raw).items():
+    for key, value in flat(raw).items():
         if isinstance(value, str) and "\0" in value:
             raise ConfigError(f"{key}: expected text without the character NUL, got {value!r:.80}; correct it")
 
@@ -319,12 +310,10 @@ def _first_missing(key: str) -> str:
 def _suggestion(location: Sequence[Any]) -> str:
     """Return what the user may have meant by the unknown key at ``location``, as the end of a message.
 
-    It is a name of TRL, the same key in other sections, or a similar key of the section or of TRL. Return an
-    empty string if there is none.
+    It is the same key in other sections, a name of TRL or verl, or a similar key of the section or of them. Return
+    an empty string if there is none.
     """
     name = str(location[-1])
-    if name in TRL_NAMES:
-        return f"; TRL's {name} is {TRL_NAMES[name]} here (docs/coming_from.md)"
     model: Any = Config
     for part in location[:-1]:
         model = _model_of(model, part)
@@ -333,9 +322,11 @@ def _suggestion(location: Sequence[Any]) -> str:
     elsewhere = [f"{section}.{name}" for section in Config.model_fields if name in _keys_of(_model_of(Config, section))]
     if elsewhere:
         return f"; did you mean {' or '.join(elsewhere)}?"
-    near = "".join(difflib.get_close_matches(name, [*_keys_of(model), *TRL_NAMES], n=1))
-    if near in TRL_NAMES and near not in _keys_of(model):
-        return f"; did you mean TRL's {near}? It is {TRL_NAMES[near]} here (docs/coming_from.md)"
+    # Other names are too short to be recognised when they are misspelt.
+    names = [*_keys_of(model), *(one for one in hints() if "_" in one)]
+    near = name if name in hints() else "".join(difflib.get_close_matches(name, names, n=1))
+    if near in hints() and near not in _keys_of(model):
+        return f"; {hints()[near]}"
     return f"; did you mean {'.'.join([*map(str, location[:-1]), near])}?" if near else ""
 
 
@@ -479,7 +470,7 @@ def _loss_data(loss: LossConfig) -> dict[str, Any]:
 
 def plain_values(config: Config) -> dict[str, Any]:
     """Return ``section.key`` -> value for every key, as plain data that JSON has, too."""
-    return _flat(config.model_dump(mode="json"))
+    return flat(config.model_dump(mode="json"))
 
 
 def changed_keys(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
@@ -499,11 +490,9 @@ def is_among(key: str, keys: Sequence[str]) -> bool:
     return any(key == one or key.startswith(f"{one}.") for one in keys)
 
 
-def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of ``data`` and of the tables in it, by their dotted keys."""
+    found: dict[str, Any] = {}
     for key, value in data.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found

@@ -7,7 +7,7 @@ import pytest
 
 from async_rl.config.contradictions import value_of
 from async_rl.config.document import explain, explain_json, markdown, origin_of, preset_line, tables
-from async_rl.config.loading import TRL_NAMES, default_config, load_config, parse_config
+from async_rl.config.loading import default_config, load_config, parse_config
 from async_rl.config.loss_names import PRESETS
 from async_rl.config.rules import Rule
 from async_rl.config.scorer import ScorerConfig
@@ -54,15 +54,13 @@ def test_a_key_is_explained_with_its_value_its_values_and_its_default():
 @pytest.mark.parametrize(
     ("overrides", "key", "origin"),
     [
-        ((), "loss.kl_coef", "default"),
+        ((), "run.dir", "file"),
+        ((), "data.curriculum.chance", "default"),
         (("loss.preset=grpo",), "loss.kl_coef", "preset grpo"),
         (("loss.preset=grpo",), "loss.clip_high", "preset grpo"),  # no more the default's, which are DAPO's
         (("loss.preset=grpo", "loss.kl_coef=0"), "loss.kl_coef", "--set"),
         (("loss.kl_coef=0.1",), "loss.kl_estimator", "loss.kl_placement"),
-        (("loss.surrogate=plain",), "loss.dual_clip", "loss.surrogate"),
         (("data.columns.prompt=question",), "data.columns", "--set"),
-        ((), "run.dir", "file"),
-        ((), "data.curriculum.chance", "default"),
     ],
 )
 def test_every_value_has_an_origin(overrides: tuple[str, ...], key: str, origin: str):
@@ -96,12 +94,3 @@ def test_an_unknown_key_is_refused_with_what_was_meant():
         explain(config, "queue.max_stalenes", width=80)
     with pytest.raises(ConfigError, match="the sections are run, model"):
         explain(config, "xyz", width=80)
-
-
-def test_an_unknown_key_that_is_a_name_of_trl_leads_to_ours():
-    page = (ROOT / "docs/coming_from.md").read_text(encoding="utf-8")
-    known = {key.name for key in KEYS}
-    for name, ours in TRL_NAMES.items():
-        assert ours in known
-        (row,) = re.findall(rf"^\|[^|]*`{name}`[^|]*\| .*$", page, re.MULTILINE)
-        assert ours in row
