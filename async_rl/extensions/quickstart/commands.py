@@ -90,6 +90,10 @@ def init(
     gpus: Annotated[
         int | None, typer.Option("--gpus", metavar="N", min=0, help="GPUs of this machine to use; 0 uses the CPU.")
     ] = None,
+    from_verl: Annotated[
+        Path | None,
+        typer.Option("--from-verl", metavar="FILE", help="Port this script or YAML of verl; no other option counts."),
+    ] = None,
 ) -> None:
     """Write a commented config for a model, a dataset and a reward.
 
@@ -103,9 +107,11 @@ def init(
       async-rl init
       async-rl init run.toml --model Qwen/Qwen2.5-0.5B-Instruct \\
         --data train.jsonl --eval test.jsonl --reward boxed
+      async-rl init run.toml --from-verl run.sh
     """
+    from async_rl.extensions.quickstart.from_verl import write_port
     from async_rl.extensions.quickstart.init import Given, write_config
 
     given = Given(model, data, evaluation, reward, prompt, answer, gpus)
-    for line in write_config(config, given):
+    for line in write_config(config, given) if from_verl is None else write_port(config, from_verl):
         typer.echo(visible(line))

@@ -419,11 +419,11 @@ def write_config(config: Path, given: Given) -> list[str]:
         lines.append(f"wrote {reward_file}: {todo} its function score, which is the reward of every answer")
     elif plan.reward == OWN_REWARD:
         lines.append(f"{reward_file} exists and stays as it is; its function score is the reward of every answer")
-    _write_new(files)
+    write_new(files)
     return [*lines, "next:", *(f"  {command}" for command in next_commands(config))]
 
 
-def _write_new(files: Mapping[Path, str]) -> None:
+def write_new(files: Mapping[Path, str]) -> None:
     """Write new files, in the order of ``files``. If one can't be written, remove those that this call created.
 
     Raises:
