@@ -1,29 +1,29 @@
-"""The pages for users of other trainers: each row that they list has settings that load, or says why there are none."""
+"""What the pages for users of other trainers list: its settings load, or it says why there are none."""
 
 from __future__ import annotations
 
+import json
 import re
-import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import BaseModel
 
 from async_rl.config.config import Config
-from async_rl.config.loading import load_config, parse_config
+from async_rl.config.loading import flat, load_config
+from async_rl.config.other_trainers import TABLE
+from async_rl.extensions.quickstart.from_verl import port
 from tests.config.predecessors import ROOT, ROWS, settings_of
 
-COMING_FROM = (ROOT / "docs" / "coming_from.md").read_text(encoding="utf-8")
-TRL, VERL = COMING_FROM.split("\n## A command of verl\n")
 NUM_FEATURES = 116
 """Lines of the checklist that the table of predecessors answers."""
 NUM_GRPO_KEYS = 79
 """TRL 1.16's own keys of GRPOConfig."""
 REASON = re.compile(r"not (here, because|planned:|needed:) \w.{15}|always|the same|the default|when the config|`.+`")
-OF_TRL_AND_VERL = [line.strip("| ") for line in COMING_FROM.splitlines() if line.startswith("| `")]
 
 
-@pytest.mark.parametrize("row", [*ROWS, *OF_TRL_AND_VERL], ids=lambda row: row[:60])
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[:60])
 def test_every_row_has_settings_that_load_or_a_reason(row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     Path("tools.json").write_text('[{"type": "function", "function": {"name": "add"}}]')
@@ -51,15 +51,28 @@ def check_exists(key: str) -> None:
         model = model.model_fields[part].annotation
 
 
-def test_the_tables_have_all_features_of_the_predecessors_and_every_key_of_grpo_config_once():
+def test_the_page_has_every_setting_of_trl_and_verl_with_our_keys_or_a_reason():
+    told: dict[str, str] = {}
+    prefix = ""
+    for line in (ROOT / "docs" / "coming_from.md").read_text(encoding="utf-8").splitlines():
+        names = re.findall("`([^`]+)`", line.split(" | ")[0])
+        if line.endswith("| here |"):
+            prefix = "".join(f"{name}." for name in names)
+        told |= {prefix + name: line for name in names if line.startswith("| `")}
+    for row in TABLE["settings"]:
+        keys, text = row.get("to", []), row.get("text", "")
+        if keys or "*" not in row["name"]:
+            assert all(part in told[row["name"]] for part in (*keys, text)), row
+        assert keys or text, row
+        list(map(check_exists, keys))
+    raw: dict[str, Any] = {}
+    port({}, raw)
+    for key, value in flat(raw).items():
+        assert key not in told or f"| `{json.dumps(value)}` |" in told[key]
+
+
+def test_the_tables_have_all_features_of_the_predecessors_and_every_key_of_grpo_config():
     assert len(ROWS) == NUM_FEATURES
-    table = TRL.split("## The keys of GRPOConfig")[1].split("\n## ")[0]
-    keys = [key for cell in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for key in re.findall(r"`(\w+)`", cell)]
-    assert len(keys) == len(set(keys)) == NUM_GRPO_KEYS
-
-
-def test_the_ported_command_loads():
-    (block,) = re.findall(r"```toml\n(.*?)```", VERL, re.DOTALL)
-    config = parse_config(tomllib.loads(block), "the page")
-    assert config.reward.types[0].is_user_code
-    assert config.loss.is_kl_in_loss
+    names = [row["name"] for row in TABLE["settings"]]
+    assert len(names) == len(set(names))
+    assert names.index("output_dir") == NUM_GRPO_KEYS
