@@ -140,4 +140,6 @@ def write_port(config: Path, script: Path) -> list[str]:
     lines = [f"wrote {config}"]
     for name, found in lists.items():
         lines += [f"{name} ({len(found)}):", *(f"  {line}" for line in found)]
+    if "type" not in raw.get("reward", {}):
+        lines += ["not in the file: verl chooses a scorer by a row's data_source; here set reward.type (now boxed)"]
     return [*lines, "next:", *(f"  {command}" for command in next_commands(config))]

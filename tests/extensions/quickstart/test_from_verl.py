@@ -38,6 +38,7 @@ def test_a_script_is_ported_with_its_variables_and_verls_defaults(tmp_path: Path
     assert (config.optimizer.warmup_steps, config.queue.max_staleness) == (40, 10)  # 10 batches of 4; 2 x 4 + 2
     assert (config.loss.kl_coef, config.loss.dual_clip, config.loss.clip_high) == (0.0, 3.0, 0.2)
     assert config.reward.type == "score.py:judge"
+    assert not any("data_source" in line for line in said)
     assert config.data.train == {"a": f"{Path.home()}/a.parquet", "b": "/b.parquet"}
     lists = port(settings := read_settings(script), {})
     assert {name: len(found) for name, found in lists.items()} == dict(zip(LISTS, (2, 6, 3, 3), strict=True))
@@ -47,8 +48,9 @@ def test_a_script_is_ported_with_its_variables_and_verls_defaults(tmp_path: Path
     assert "n_gpus_per_node=$gpus" in lists["means something else"][-1]  # its branches differ
 
 
-def test_a_yaml_of_hydra_is_read_with_its_references(tmp_path: Path):
+def test_a_yaml_of_hydra_is_read_with_its_references_and_asks_for_the_reward(tmp_path: Path):
     (tmp_path / "run.yaml").write_text("a: {b: 1e-6, _target_: x, c: '${a.b}', d: [1, 2]}\ndefaults: [x]\n")
+    assert any("data_source" in line for line in write_port(tmp_path / "run.toml", tmp_path / "run.yaml"))
     assert read_settings(tmp_path / "run.yaml") == {"a.b": 1e-6, "a.c": 1e-6, "a.d": [1, 2]}
 
 
