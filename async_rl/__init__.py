@@ -9,8 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from async_rl.api.compare import compare
-    from async_rl.api.run import Run
+    from async_rl.api.run import Run, compare
     from async_rl.api.train import train
     from async_rl.config.loading import load_config
 
@@ -18,7 +17,7 @@ __version__ = "0.1.0"
 __all__ = ["Run", "__version__", "compare", "load_config", "train"]
 
 _PLACES = {
-    "Run": "async_rl.api.run", "train": "async_rl.api.train", "compare": "async_rl.api.compare",
+    "Run": "async_rl.api.run", "train": "async_rl.api.train", "compare": "async_rl.api.run",
     "load_config": "async_rl.config.loading",
 }  # fmt: skip
 

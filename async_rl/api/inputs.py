@@ -107,9 +107,7 @@ def _refuse_missing(raw: Mapping[str, Any]) -> None:
     missing = [name for name, table in tables.items() if isinstance(table, dict) and _MAIN_KEYS[name] not in table]
     if {"model", "run"}.intersection(missing):
         examples = ", ".join(f'{name}="{_EXAMPLES[name]}"' for name in missing)
-        raise ConfigError(
-            f"expected model, data and run, got no {' and no '.join(missing)}; pass, for example, {examples}"
-        )
+        raise ConfigError(f"expected model, data and run, got no {' and no '.join(missing)}; pass, say, {examples}")
 
 
 def _read_base(base: Base) -> tuple[dict[str, Any], str]:
@@ -166,8 +164,7 @@ def _take_rows(data: dict[str, Any], folder: Path) -> list[RowsFile]:
             return value
         if hasattr(value, "iterrows"):  # a DataFrame of pandas, where a missing value is NaN
             value = value.astype(object).where(value.notna(), None).to_dict("records")
-        elif isinstance(value, Iterator):  # which can be read once
-            value = list(value)
+        value = list(value) if isinstance(value, Iterator) else value  # which can be read once
         digest = hashlib.sha256()
         for line in _lines(value, where):
             digest.update(line)

@@ -141,7 +141,7 @@ class Run:
         Raises:
             RunError: a file of the run is damaged, or ``out`` can't be written.
         """
-        return write_page_about([self.path], self._dir.report if out is None else Path(out))
+        return _write_page([self.path], self._dir.report if out is None else Path(out))
 
     def summary(self) -> str:
         """Return the lines that ``launch`` prints at the end of a run."""
@@ -158,7 +158,24 @@ class Run:
         return f'{text}<img alt="curves of the run" style="max-width: 100%" src="data:image/png;base64,{encoded}">'
 
 
-def write_page_about(paths: Sequence[Path], out: Path) -> Path:
+def compare(*runs: Run | str | PathLike[str], report: str | PathLike[str] | None = None) -> dict[str, Any]:
+    """Print what ``async-rl compare`` prints about runs, given as ``Run`` or by their directories, and return what it
+    prints with ``--json``: ``pandas.DataFrame(compare(...)["runs"])`` has a row for each run.
+
+    If ``report`` is set, write the page that ``async-rl report`` writes about all of them there, too.
+
+    Raises:
+        RunError: there is no run, it has made no step yet, a file of it is damaged, or ``report`` can't be written.
+    """
+    paths = [run.path if isinstance(run, Run) else Path(run) for run in runs]
+    lines, figures = load(our_offers("async_rl.python")["compare"])(paths)
+    print("\n".join(map(visible, lines)))  # noqa: T201
+    if report is not None:
+        _write_page(paths, Path(report))
+    return figures
+
+
+def _write_page(paths: Sequence[Path], out: Path) -> Path:
     """Write the page about the runs in the directories ``paths`` to ``out``, and return it. Log what it leaves out."""
     write_page: WritePage = load(our_offers("async_rl.python")["report"])
     if left_out := write_page(paths, out):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import signal
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
@@ -21,8 +20,6 @@ from async_rl.registry import load, our_offers
 
 Source = str | PathLike[str] | Rows
 Reward = str | Callable[..., Any]
-GuessSizes = Callable[[str, Collection[str]], dict[str, dict[str, Any]]]
-"""What is offered as ``sizes`` of ``async_rl.python``. It gets a model, and the names of sections to leave out."""
 
 _IN_PYTHON = {
     "`async-rl launch --takeover`": "takeover=True", "--takeover": "takeover=True", "--fresh": "fresh=True",
@@ -101,17 +98,16 @@ def train(
 def _guessed_sizes(model: Any, sections: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the sizes that ``async-rl init`` chooses for the sections that a call leaves out."""
     path = model.get("path") if isinstance(model, Mapping) else model
-    guess: GuessSizes = load(our_offers("async_rl.python")["sizes"])
-    return {} if path is None else guess(os.fspath(path), sections.keys())
+    return {} if path is None else load(our_offers("async_rl.python")["sizes"])(str(path), sections.keys())
 
 
 def _sizes_line(sizes: Mapping[str, Mapping[str, Any]], config: Config) -> str:
     """Return what was guessed, and how much there is to sample."""
     keys = ", ".join(f"{name}.{key} = {value}" for name, table in sizes.items() for key, value in table.items())
-    learner, sampling = config.learner, config.sampling
+    num_answers = config.learner.groups_per_step * config.sampling.group_size
     return (
-        f"sizes that `async-rl init` chooses here (pass a section to choose them): {keys}; {learner.steps} steps of "
-        f"{learner.groups_per_step} x {sampling.group_size} answers of up to {sampling.max_new_tokens} tokens"
+        f"sizes that `async-rl init` chooses here (pass a section to choose them): {keys}; {config.learner.steps} "
+        f"steps of {num_answers} answers of up to {config.sampling.max_new_tokens} tokens"
     )
 
 

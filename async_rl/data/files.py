@@ -16,7 +16,6 @@ import json
 import re
 import zlib
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +180,7 @@ def _json(content: bytes, path: str) -> Iterator[tuple[str, Any]]:
     yield from ((f"{path}: row {number}", _without_nulls(row)) for number, row in enumerate(rows, start=1))
 
 
-def _csv(content: bytes, path: str, delimiter: str = ",") -> Iterator[tuple[str, Any]]:
+def _csv(content: bytes, path: str) -> Iterator[tuple[str, Any]]:
     """Yield a pair (place, row) for each record of a CSV file. All values are text. Empty cells are left out."""
     csv.field_size_limit(_FIELD_LIMIT)
     try:
@@ -191,6 +190,7 @@ def _csv(content: bytes, path: str, delimiter: str = ",") -> Iterator[tuple[str,
             f"{path}: expected UTF-8, got byte 0x{content[error.start]:02x} at offset {error.start}; save the file as "
             f"UTF-8"
         ) from None
+    delimiter = "\t" if ".tsv" in Path(path).suffixes else ","
     reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     line = 2
     try:
@@ -249,10 +249,7 @@ def _from_batches(batches: Any, path: str) -> Iterator[tuple[str, Any]]:
     yield from ((f"{path}: row {number}", row) for number, row in enumerate(rows, start=1))
 
 
-_READERS = {
-    ".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".tsv": partial(_csv, delimiter="\t"), ".parquet": _parquet,
-    ".arrow": _arrow,
-}  # fmt: skip
+_READERS = {".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".tsv": _csv, ".parquet": _parquet, ".arrow": _arrow}
 
 
 def _without_nulls(row: Any) -> Any:

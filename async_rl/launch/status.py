@@ -37,7 +37,6 @@ _LABELS = {
     "version": "version of the learner",
     "learner_alive": "learner is alive",
     "learner_trouble": "problem of the learner",
-    "accuracy": "accuracy of evaluations",
     "newest_step": "figures of the newest step",
     "who_waits": "who waits for whom",
     "depth": "groups ready",
@@ -133,10 +132,8 @@ def status_of_run(path: Path, timeout_s: float, keys: ClientKeys | None, *, lift
     steps = rows[-ETA_STEPS:]
     if run_dir.is_finished:  # the figure of report and compare
         steps = warm_steps(list(filter(is_step_row, iter_metrics(run_dir.metrics))), first_steps(run_dir))
-    of_files = {
-        "mirror": mirror_line(run_dir), "changes": changes, "accuracy": accuracy, "newest_step": figures,
-        "who_waits": who_waits(steps),
-    }  # fmt: skip
+    of_files = {"mirror": mirror_line(run_dir), "changes": changes, "accuracy": accuracy, "newest_step": figures}
+    of_files["who_waits"] = who_waits(steps)
     from_files = {key: text for key, text in of_files.items() if text}
     if run_dir.is_finished and lift is None and (ledger := run_dir.read_ledger()):
         of_ledger = {key: ledger.pop(key) for key in _OF_THE_RUN if key in ledger}

@@ -112,8 +112,8 @@ def test_the_first_reward_of_a_list_is_the_main_one_and_the_others_have_weight_o
         ({"samplin": {"group_size": 8}}, "samplin: unknown key; did you mean sampling?"),
         ({"sampling": 8}, "sampling: expected a table, got 8"),
         ({"generator": 8, "reward": right}, "generator: expected a table, got 8"),
-        ({"run": None}, 'expected model, data and run, got no data and no run; pass, for example, data="rows.jsonl", '),
-        ({"run": None, "environment": {"name": "e:f"}}, r'got no run; pass, for example, run="runs/my"$'),
+        ({"run": None}, 'expected model, data and run, got no data and no run; pass, say, data="rows.jsonl", '),
+        ({"run": None, "environment": {"name": "e:f"}}, r'got no run; pass, say, run="runs/my"$'),
         ({"reward": [right, brief, brief]}, "reward: expected a list of different functions or names, got "),
         ({"reward": [right, {brief: 0.5}]}, 'for weights other than 1 pass {"type": first, "extra": {second: 0.5}}'),
         ({"reward": []}, "got \\[\\]"),
@@ -163,17 +163,14 @@ def test_rows_become_a_file_that_is_named_by_its_digest(rows: Any, tmp_path: Pat
 
 
 def test_frames_of_pandas_and_iterators_are_rows_and_other_things_are_refused_by_name(tmp_path: Path):
-    frame = pandas.DataFrame([*ROWS, {"prompt": "3+3:", "gt_answer": 6, "at": 0.5}])
-    for rows in (frame, (row for row in [*ROWS, {"prompt": "3+3:", "gt_answer": 6, "at": 0.5}])):
-        inputs = read_inputs(None, {"run": tmp_path / type(rows).__name__, "model": "m", "data": rows, "reward": right})
+    rows: list[dict[str, Any]] = [*ROWS, {"prompt": "3+3:", "gt_answer": 6, "at": 0.5}]
+    for given in (pandas.DataFrame(rows), iter(rows)):
+        named = {"run": tmp_path / type(given).__name__, "model": "m", "data": given, "reward": right}
+        inputs = read_inputs(None, named)
         inputs.write()
         loaded = load_rows_of(inputs.config, str(inputs.config.data.train)).rows
-        assert [dict(row.reward_data) for row in loaded] == [
-            {"gt_answer": 2}, {"gt_answer": 4, "levels": [1, None]}, {"gt_answer": 6, "at": 0.5},
-        ]  # fmt: skip
-    with pytest.raises(
-        DataError, match=r"^data\.train: expected rows that are dicts, got 'a' as row 0; pass .* DataFrame"
-    ):
+        assert [{"prompt": row.messages[0]["content"], **row.reward_data} for row in loaded] == rows
+    with pytest.raises(DataError, match=r"expected rows that are dicts, got 'a' as row 0; pass .* DataFrame"):
         read_inputs(None, {"run": tmp_path, "model": "m", "data": ["a"]})
 
 

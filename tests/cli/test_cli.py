@@ -216,6 +216,7 @@ COMMANDS = [
     (f"generator --connect {ADDRESS} --set generator.batch_size=0", "generator.batch_size: expected at least 1, got 0"),
     ("status --connect localhost:1", "expected an address tcp://HOST:PORT"),
     ("status", "got neither"),
+    ("init x.toml --from-verl run.sh --gpus 8", "--from-verl: expected no other option"),
     (f"status . --connect {ADDRESS}", "got both"),
     ("status .", "expected a run directory with a queue.json, but "),
     (f"status --connect {ADDRESS} --timeout 0.2", f"the queue at {ADDRESS} did not answer request 'status' within 0.2"),

@@ -92,7 +92,7 @@ def init(
     ] = None,
     from_verl: Annotated[
         Path | None,
-        typer.Option("--from-verl", metavar="FILE", help="Port this script or YAML of verl; no other option counts."),
+        typer.Option("--from-verl", metavar="FILE", help="Port this script or YAML of verl; alone."),
     ] = None,
 ) -> None:
     """Write a commented config for a model, a dataset and a reward.
@@ -113,5 +113,9 @@ def init(
     from async_rl.extensions.quickstart.init import Given, write_config
 
     given = Given(model, data, evaluation, reward, prompt, answer, gpus)
+    if from_verl is not None and given != Given():
+        raise ConfigError(
+            "--from-verl: expected no other option, got more; leave them out, and change the config that is written"
+        )
     for line in write_config(config, given) if from_verl is None else write_port(config, from_verl):
         typer.echo(visible(line))

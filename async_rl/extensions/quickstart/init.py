@@ -55,6 +55,7 @@ def score(item):
     about rewards outside of 0 to 1. With reward.soft_overlong = true, long answers lose up to 1 of this reward.
     """
 '''
+_OF_DEVICES = ("nproc", "count", "devices", "memory_fraction", "double_buffer")
 _RATES = ((40 << 20, 2e-5), (800 << 20, 1e-5))
 """Learning rates of models whose files have fewer bytes: 10 million weights in float32, 400 million in bfloat16."""
 _RATE = 1e-6
@@ -71,19 +72,16 @@ _GIVEN_ROWS = (
     ({"prompt", "response"}, "prompts with an answer to imitate", "`async-rl sft`"),
 )
 """Columns by which data for other commands are known, what the rows are, and which commands train on them."""
-_COMPARES_ANSWERS = r"""    expected = str(item.reward_data["gt_answer"]).rpartition("####")[2].strip()
-    if re.fullmatch(NUMBER, expected):  # equal to the last number of the answer
-        found = re.findall(NUMBER, item.text)
-        return float(bool(found) and value(found[-1]) == value(expected))
-    # the last words of the answer
-    return float(bool(expected) and re.search(rf"(?<!\w){re.escape(expected)}\W*\Z", item.text, re.I) is not None)
+_COMPARES_ANSWERS = r"""    known = str(item.reward_data["gt_answer"]).rpartition("####")[2].replace(",", "").strip()
+    text = item.text.replace(",", "")
+    numbers = re.findall(NUMBER, text)
+    if re.fullmatch(NUMBER, known):  # the last number of the answer must be equal
+        return float(bool(numbers) and float(numbers[-1]) == float(known))
+    # else the answer must end with these words
+    return float(bool(known) and re.search(rf"(?<!\w){re.escape(known)}\W*\Z", text, re.I) is not None)
 
 
-NUMBER = r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?"
-
-
-def value(number):
-    return float(number.replace(",", ""))
+NUMBER = r"(?<![\w.])-?\d+(?:\.\d+)?"
 """
 _NOT_WRITTEN_YET = """\
     raise NotImplementedError(
@@ -210,10 +208,6 @@ def config_text(plan: Plan, reward_file: Path, first_row: Mapping[str, Any]) -> 
         with Progress() as progress:
             progress.show("reading the tokenizer")
             _fit_first_prompt(values, first_row)
-    sampling, learner = values["sampling"], values["learner"]
-    if "max_tokens" in learner:
-        longest = sampling["max_prompt_tokens"] + sampling["max_new_tokens"]
-        learner["max_tokens"] = max(learner["max_tokens"], longest)
     header = (
         f"# Written by `async-rl init`. Check it with `async-rl doctor`, run it with `async-rl launch`.\n"
         f"# Keys that are not here have their defaults: `async-rl config FILE --explain` shows all of them.\n"
@@ -253,17 +247,10 @@ def guessed_sizes(model: str, given: Collection[str]) -> dict[str, dict[str, Any
     """
     found = {**_sizes(num_gpus_here()), "optimizer": {"lr": _learning_rate(model)}}
     _fit_context(found["sampling"], model)
-    own_lengths = {"sampling", "environment"}.intersection(given)  # which max_tokens would have to fit
-    keys = {
-        "steps",
-        "groups_per_step",
-        "batch_size",
-        "lr",
-        *found["sampling"],
-        *(() if own_lengths else ("max_tokens",)),
-    }
-    chosen = {name: {key: table[key] for key in table if key in keys} for name, table in found.items()}
-    return {name: table for name, table in chosen.items() if table and name not in given}
+    if not {"sampling", "environment"}.isdisjoint(given):
+        found["learner"].pop("max_tokens", None)  # which has to fit the given lengths
+    kept = {name: table for name, table in found.items() if name not in given}
+    return {name: {key: table[key] for key in table if key not in _OF_DEVICES} for name, table in kept.items()}
 
 
 def num_gpus_here() -> int:
@@ -310,6 +297,9 @@ def _fit_first_prompt(values: dict[str, Any], first_row: Mapping[str, Any]) -> N
     context = context_length(values["model"]["path"])
     room = math.inf if context is None else context - sampling["max_new_tokens"]
     sampling["max_prompt_tokens"] = max(sampling["max_prompt_tokens"], int(min(2 * needed, room)))
+    longest = sampling["max_prompt_tokens"] + sampling["max_new_tokens"]
+    if longest > values["learner"].get("max_tokens", longest):
+        values["learner"]["max_tokens"] = longest
 
 
 def _learning_rate(model: str) -> float:

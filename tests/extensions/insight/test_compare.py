@@ -65,15 +65,15 @@ def test_report_compare_and_status_of_a_finished_run_say_the_same_of_the_learner
     assert (status["step"], status["num_steps"], status["accuracy"]) == (30, 30, {"math": 0.75})
 
 
-def test_python_compares_runs_and_writes_one_page_about_them(tmp_path: Path):
+def test_python_compares_runs_and_writes_one_page_about_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     first, second = two_runs(tmp_path)
-    found = async_rl.compare(first, async_rl.Run(second))
+    found = async_rl.compare(first, async_rl.Run(second), report=tmp_path / "page.html")
     printed = CliRunner().invoke(app, ["compare", first, second, "--picture", str(tmp_path / "p.png")]).stdout
-    assert printed.startswith(f"{found}\n")
-    assert [run["bound"] for run in found.figures["runs"]] == [0, 4]
-    assert "<title>b0 and b4" in found.report(tmp_path / "page.html").read_text()
+    assert printed.startswith(capsys.readouterr().out)
+    assert [run["bound"] for run in found["runs"]] == [0, 4]
+    assert "<title>b0 and b4" in (tmp_path / "page.html").read_text()
     with pytest.raises(RunError, match="expected at most 6 runs in one report, got 7"):
-        async_rl.compare(*[first] * 7).report(tmp_path / "page.html")
+        async_rl.compare(*[first] * 7, report=tmp_path / "page.html")
 
 
 def test_the_picture_hides_no_run_and_marks_the_recommended_bound(tmp_path: Path):
