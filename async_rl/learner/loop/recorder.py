@@ -294,12 +294,13 @@ def _growth(
     ``known`` is the result for the report before. Heartbeats may be rarer than steps: it stays until the next one.
     """
     before, _ = known
-    more: dict[str, Any] = {name: getattr(report, name) - getattr(before, name) for name in GENERATOR_TOTALS}
+    # All totals but the first, max_running.
+    more: dict[str, Any] = {name: getattr(report, name) - getattr(before, name) for name in GENERATOR_TOTALS[1:]}
     if not any(more.values()):
         return known
     # A generator that restarted under its name counts from 0 again, maybe with room for another number of sequences.
-    is_growth = min(more.values()) >= 0 and more["wall_s"] > 0 and more["max_running"] == 0 < report.max_running
-    return report, GeneratorStats(**more | {"max_running": report.max_running}) if is_growth else None
+    is_growth = min(more.values()) >= 0 and more["wall_s"] > 0 and before.max_running == report.max_running > 0
+    return report, GeneratorStats(report.max_running, **more) if is_growth else None
 
 
 def _decode_metrics(times: tuple[float, float], used: float, *, running: float, slots: float) -> dict[str, float]:
