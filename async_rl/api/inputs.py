@@ -160,10 +160,10 @@ def _take_rows(data: dict[str, Any], folder: Path) -> list[RowsFile]:
     files: list[RowsFile] = []
 
     def source(value: Any, where: str) -> Any:
-        if isinstance(value, str | os.PathLike) or not isinstance(value, Iterable):
-            return value
         if hasattr(value, "iterrows"):  # a DataFrame of pandas, where a missing value is NaN
             value = value.astype(object).where(value.notna(), None).to_dict("records")
+        if isinstance(value, str | os.PathLike) or not isinstance(value, Iterable):
+            return value
         value = list(value) if isinstance(value, Iterator) else value  # which can be read once
         digest = hashlib.sha256()
         for line in _lines(value, where):
