@@ -189,7 +189,8 @@ def test_a_hub_model_without_a_network_is_refused_in_seconds(config: Path):
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (2, "")
     assert "'nobody/no-such-model' is neither a directory nor a model that can be fetched" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    # On a busy machine lines before the error say what is waited for.
+    assert [line for line in done.stderr.splitlines() if " so far)" not in line] == [done.stderr.splitlines()[-1]]
     assert not (config.parent / "run").exists()
 
 
