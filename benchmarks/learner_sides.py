@@ -91,7 +91,8 @@ class Weights:
         torch._foreach_div_([cast(Tensor, p.grad) for p in self._masters], num_tokens)
         norm = float(nn.utils.clip_grad_norm_(self._masters, self._max_norm))
         self._optimizer.step(self._lr)
-        self._optimizer.zero_grad()
+        for parameter in self._masters:
+            parameter.grad = None
         if self._masters is not self._computed:
             with torch.no_grad():
                 torch._foreach_copy_(self._computed, self._masters)

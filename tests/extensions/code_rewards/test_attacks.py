@@ -21,7 +21,7 @@ import pytest
 from async_rl.config.loading import parse_config
 from async_rl.extensions.code_rewards.sandbox import Program, Sandbox
 from async_rl.process.sandbox.limits import Limits
-from async_rl.rewards.records import Reward, RewardInput
+from async_rl.rewards.records import CountingReward, Reward, RewardInput
 from async_rl.rewards.registry import build_reward
 
 EXPECTED = "the expected output is 1f0c8a\n"
@@ -56,6 +56,7 @@ def score(reward: Reward, source: str, **cases: object) -> float:
 
 
 def verdicts(reward: Reward) -> dict[str, int]:
+    assert isinstance(reward, CountingReward)
     return {name.removeprefix("code_tests_"): count for name, count in reward.counters().items()}
 
 
