@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import stat
 from dataclasses import dataclass
+from logging import LogRecord, getLogger
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import zmq
@@ -168,6 +170,31 @@ def test_a_key_whose_line_is_deleted_is_removed_alone_and_said(listed: Listed, c
     assert f"the key of client 'b', {listed.b.decode()}, is not in {listed.path} any more" in caplog.text
     listed.path.write_text(text)
     assert listed.after(0.0) == (True, True)
+
+
+def test_two_threads_that_look_at_once_remove_each_key_once(listed: Listed):
+    # A second look, while the first says that a key is removed, must not remove the other key before it.
+    make_keys(listed.path.parent, ["late"])
+    listed.path.write_text(without(without(listed.path.read_text(), listed.a), listed.b))
+    assert listed.after(1.0) == (True, True)
+    looks: list[Thread] = []
+
+    def look_too(record: LogRecord) -> bool:
+        looks.append(Thread(target=listed.are_admitted))
+        looks[-1].start()
+        looks[-1].join(0.1)  # in vain: it waits for the first
+        return True
+
+    logger = getLogger("async_rl.net.keys")
+    logger.addFilter(look_too)
+    try:
+        listed.clock.now += REMOVED_AFTER_S
+        assert listed.allow.num_removed == 2
+    finally:
+        logger.removeFilter(look_too)
+    for look in looks:
+        look.join()
+    assert (len(looks), listed.are_admitted(), listed.allow.num_removed) == (2, (False, False), 2)
 
 
 @pytest.mark.parametrize("middle", ["empty", "half a line", "a part", "missing"])

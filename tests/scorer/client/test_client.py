@@ -1,6 +1,7 @@
 """Questions wait for their scorer, outlive its death, and are answered by the run's model only."""
 
 from contextlib import closing
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -87,3 +88,19 @@ def test_a_client_that_closes_fails_what_waits_and_what_comes_later():
     for future in (before, client.score([], "two")):
         with pytest.raises(RewardError, match="a generator that ends"):
             score_of(future)
+
+
+def test_a_question_that_is_asked_while_the_client_closes_fails_too(monkeypatch: pytest.MonkeyPatch):
+    client = ScorerClient("judge", free_address())
+    closer = Thread(target=client.close)
+
+    def close_meanwhile(*_: int) -> str:
+        closer.start()
+        closer.join(0.5)  # in vain: it waits for the question
+        return ""
+
+    monkeypatch.setattr(client_module, "why_too_large", close_meanwhile)
+    future = client.score([], "one")
+    closer.join()
+    with pytest.raises(RewardError, match="a generator that ends"):
+        future.result(5.0)
