@@ -16,6 +16,7 @@ from async_rl.errors import ConfigError, QueueError
 from async_rl.learner.checkpoints.files import STEP, read_extra
 from async_rl.learner.model.lora import ADAPTER_CONFIG
 from async_rl.process.package_versions import package_versions
+from async_rl.process.user_code import stored_digests
 from async_rl.queue.core.persistence import snapshot_ledger
 from async_rl.run.config_changes import read_changes
 from async_rl.run.directory import RunDir
@@ -30,6 +31,9 @@ _LABELS = {
     "environment.name": "Environment",
     "loss.preset": "Loss",
     "loss.advantage": "Advantages",
+    "data.system_prompt": "System message",
+    "sampling.max_prompt_tokens": "Longest prompt, in tokens",
+    "sampling.max_new_tokens": "Longest answer, in tokens",
     "sampling.group_size": "Answers to a prompt",
     "learner.groups_per_step": "Prompts in a step",
     "optimizer.lr": "Learning rate",
@@ -57,7 +61,9 @@ def write_model_card(checkpoint_dir: Path, target: Path) -> None:
     sources = _under(settings, f"{command}.data" if command else "data.train")
     is_adapter = (target / ADAPTER_CONFIG).is_file()
     base, versions = str(settings.get("model.path", "")), package_versions()
+    licence, is_chat = _licence(base), settings.get("data.prompt_format") != "text"
     header = ModelCardData(
+        license=licence,
         base_model=base if _is_of_hub(base, "model") else None,
         datasets=[name for source in sources.values() if _is_of_hub(name := _hub_name(source), "dataset")] or None,
         library_name="peft" if is_adapter else "transformers",
@@ -66,8 +72,10 @@ def write_model_card(checkpoint_dir: Path, target: Path) -> None:
     )
     lines = [
         *((["Base model", _code(base, "model")],) if base else ()),
+        ["Licence", _code(licence) if licence else "that of the base model"],
         *((["Data", ", ".join(_code(source, "dataset") for source in sources.values())],) if sources else ()),
         *_setting_lines(settings, _OFFLINE_LABELS if command else _LABELS),
+        *(["Source of", f"{_code(name)}, SHA-256 {digest}"] for name, digest in stored_digests(folder).items()),
         *_course_lines(extra, settings, folder if STEP.fullmatch(place.name) else None),
         ["Exported with", ", ".join(f"{name} {versions[name]}" for name in _VERSIONS)],
     ]
@@ -75,7 +83,23 @@ def write_model_card(checkpoint_dir: Path, target: Path) -> None:
     how = f"`async-rl {command}`" if command else "reinforcement learning with async-rl"
     body = "\n".join(f"- {label}: {text}" for label, text in lines)
     text = f"---\n{header.to_yaml()}\n---\n\n# {_plain(title)}\n\nTrained by {how}.\n\n{body}\n"
+    if command != "rm" and not is_adapter:
+        question = '[{"role": "user", "content": "..."}]' if is_chat else '"..."'
+        use = f'pipeline("text-generation", "PATH")({question}, max_new_tokens=...)'
+        text += f"\n## Use\n\n```python\nfrom transformers import pipeline\n\n{use}\n```\n"
     (target / CARD).write_text(text, encoding="utf-8")
+
+
+def _licence(base: str) -> str | None:
+    """Return the licence that the card of the model in the directory ``base`` names."""
+    from huggingface_hub import ModelCard
+    from yaml import YAMLError
+
+    path = Path(base) / CARD
+    try:
+        return ModelCard.load(path).data.to_dict().get("license") if path.is_file() else None
+    except (OSError, ValueError, YAMLError):  # no card that can be read names it
+        return None
 
 
 def _settings(extra: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -38,10 +38,13 @@ def trained_run(root: Path, **sections: object) -> Path:
 
 def test_the_card_of_a_run_says_data_reward_steps_staleness_ledger_and_versions(tmp_path: Path):
     run = trained_run(tmp_path)
+    (tmp_path / "model" / CARD).write_text("---\nlicense: apache-2.0\n---\n")
+    (run / "code_digests.json").write_text('{"my/own.py:score": "12ab"}')
     with pytest.raises(SystemExit, match="0"):
         main(["export", str(run), str(tmp_path / "out"), "--quiet"])
     card = ModelCard.load(tmp_path / "out" / CARD)
     assert card.data.to_dict() == {
+        "license": "apache-2.0",
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
         "tags": ["async-rl", "reinforcement-learning"],
@@ -50,7 +53,10 @@ def test_the_card_of_a_run_says_data_reward_steps_staleness_ledger_and_versions(
     facts = dict(line[2:].split(": ", 1) for line in card.text.splitlines() if line.startswith("- "))
     assert facts["Base model"] == "`model`"
     assert facts["Data"] == "`none.jsonl`"
-    assert facts["Reward"] == "`boxed`"
+    assert (facts["Reward"], facts["Licence"]) == ("`boxed`", "`apache-2.0`")
+    assert facts["Source of"] == "`own.py:score`, SHA-256 12ab"
+    assert int(facts["Longest answer, in tokens"]) > 0
+    assert '[{"role": "user"' in card.text
     assert facts["Steps"] == "4; version 4 of the weights"
     rows = [row for row in read_metrics(run / "metrics.jsonl") if "version" in row]
     tokens = [row["tokens/trained"] for row in rows]
