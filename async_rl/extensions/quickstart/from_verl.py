@@ -96,7 +96,8 @@ def port(settings: Mapping[str, Any], raw: dict[str, Any]) -> dict[str, list[str
         notes = [words + row[key] for key, words in (("text", ""), ("needs", "only with ")) if key in row]
         # Its last part and its value are the same.
         is_same = f".{name}={_json(known[name])}".endswith(f".{''.join(ours or ()).partition('.')[2]}")
-        which = NONE if ours is None else DIFFERS if "differs" in row else SAME if is_same else RENAMED
+        differs = row.get("differs") is True or _shown(known[name]) in (row.get("differs") or ())
+        which = NONE if ours is None else DIFFERS if differs else SAME if is_same else RENAMED
         if "$" in "".join(ours or ()):
             which, notes, ours = DIFFERS, [f"the script alone does not say it: set {', '.join(row['to'])} by hand"], []
         for override in ours or ():
@@ -109,7 +110,7 @@ def port(settings: Mapping[str, Any], raw: dict[str, Any]) -> dict[str, list[str
 
 def _ours(name: str, row: Mapping[str, Any], known: Mapping[str, Any]) -> list[str] | None:
     """Return, as ``--set`` options, what the setting ``name`` is here; None if it has no counterpart."""
-    value, shown = known[name], {one: _json(value).strip('"') for one, value in known.items()}
+    value, shown = known[name], {one: _shown(value) for one, value in known.items()}
     if not any(fnmatchcase(f"{one}={text}", row.get("needs", "*")) for one, text in shown.items()):
         return None
     if (chosen := row.get("only", row.get("choices", {})).get(shown[name])) is not None:
@@ -119,9 +120,23 @@ def _ours(name: str, row: Mapping[str, Any], known: Mapping[str, Any]) -> list[s
     if "set" in row:
         return [_expanded(one, {**known, "it": value}) for one in row["set"]]
     if "files" in row:
-        value = {Path(one).stem: one for one in ([value] if isinstance(value, str) else value)}
+        value = _named([value] if isinstance(value, str) else value)
     part = name[len(row["name"]) - 2 :] if row["name"].endswith(".*") else ""
     return [] if value is None else [f"{row['to'][0]}{part}={_json(value)}"]
+
+
+def _named(files: Iterable[str]) -> dict[str, str]:
+    """Return the ``files`` by their names, with as many of their folders as tell them apart."""
+    stems = {file: Path(file).with_suffix("").parts for file in files}
+    is_enough = len(set(stems.values())) == len(stems)
+    parts, depth = stems if is_enough else {file: Path(file.replace(".", "_")).parts for file in stems}, 1
+    while len({part[-depth:] for part in parts.values()}) < len(parts):
+        depth += 1
+    return {"_".join(part[-depth:]).strip("/"): file for file, part in parts.items()}
+
+
+def _shown(value: Any) -> str:
+    return _json(value).strip('"')
 
 
 def _json(value: Any) -> str:
@@ -140,6 +155,6 @@ def write_port(config: Path, script: Path) -> list[str]:
     lines = [f"wrote {config}"]
     for name, found in lists.items():
         lines += [f"{name} ({len(found)}):", *(f"  {line}" for line in found)]
-    if "type" not in raw.get("reward", {}):
-        lines += ["not in the file: verl chooses a scorer by a row's data_source; here set reward.type (now boxed)"]
+    silent = TABLE["silent"]["verl"][1 if "type" in raw.get("reward", {}) else 0 :]
+    lines += ["verl does by itself, and this config does not:", *(f"  {line}" for line in silent)]
     return [*lines, "next:", *(f"  {command}" for command in next_commands(config))]

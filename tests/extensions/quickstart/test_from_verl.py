@@ -66,3 +66,17 @@ def test_every_value_of_a_setting_is_in_one_list_and_makes_a_config(row: dict[st
         lists = port({**base, name: value}, raw)
         assert sum(line.startswith(f"{name}=") for found in lists.values() for line in found) == 1
         parse_config(raw, f"{name}={value}")
+
+
+@pytest.mark.parametrize(
+    ("files", "names"),
+    [
+        (["/d/a/train.parquet"], ["train"]),
+        (["/d/a/train.parquet", "/d/b/train.parquet", "/d/b/test.parquet"], ["a_train", "b_train", "b_test"]),
+        (["/d/x.json", "/d/x.parquet"], ["x_json", "x_parquet"]),
+    ],
+)
+def test_files_of_one_name_are_told_apart_by_their_folders(files: list[str], names: list[str]):
+    raw: dict[str, Any] = {}
+    port({"data.train_files": files}, raw)
+    assert raw["data"]["train"] == dict(zip(names, files, strict=True))
