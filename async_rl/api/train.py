@@ -11,7 +11,7 @@ from os import PathLike
 from typing import Any
 
 from async_rl.api.code_name import refuse_while_imported
-from async_rl.api.inputs import Base, Rows, read_inputs
+from async_rl.api.inputs import Base, Inputs, Rows, read_inputs
 from async_rl.api.run import Run
 from async_rl.config.config import Config
 from async_rl.errors import RunError, RunFailedError, StoppedError, UserError
@@ -81,10 +81,7 @@ def train(
             f"{threading.current_thread().name}; call it there, or start `async-rl launch` as a process"
         )
     try:
-        sizes = _guessed_sizes(model, sections) if config is None else {}
-        inputs = read_inputs(sizes or config, {"run": run, "model": model, "data": data, "reward": reward, **sections})
-        if sizes and not quiet:
-            print(_sizes_line(sizes, inputs.config))  # noqa: T201
+        inputs = _read(config, {"run": run, "model": model, "data": data, "reward": reward, **sections}, quiet=quiet)
         ended = launch(
             inputs.config, fresh=fresh, source=source, insecure=insecure, takeover=takeover, quiet=quiet,
             name_next=False, write_inputs=inputs.write,
@@ -95,10 +92,20 @@ def train(
     return _ended_run(ended, Run(inputs.config.run.dir), quiet=quiet)
 
 
-def _guessed_sizes(model: Any, sections: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the sizes that ``async-rl init`` chooses for the sections that a call leaves out."""
+def _read(config: Base, sections: Mapping[str, Any], *, quiet: bool) -> Inputs:
+    """Read the arguments of ``train``. Without ``config``, sections that are left out get the sizes that ``async-rl
+    init`` chooses, which are printed unless ``quiet``.
+    """
+    model: Any = sections["model"]
     path = model.get("path") if isinstance(model, Mapping) else model
-    return {} if path is None else load(our_offers("async_rl.python")["sizes"])(str(path), sections.keys())
+    if config is not None or path is None:
+        return read_inputs(config, sections)
+    given = [name for name, value in sections.items() if value is not None]
+    sizes = load(our_offers("async_rl.python")["sizes"])(str(path), given)
+    inputs = read_inputs(sizes, sections)
+    if sizes and not quiet:
+        print(_sizes_line(sizes, inputs.config))  # noqa: T201
+    return inputs
 
 
 def _sizes_line(sizes: Mapping[str, Mapping[str, Any]], config: Config) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import typer
@@ -9,14 +10,20 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from async_rl.errors import ExtensionError
-from async_rl.extensions import COMMAND_GROUPS
 from async_rl.registry import find_offer, load, offers
 
 KIND = "async_rl.commands"
+_GROUPS: Mapping[str, tuple[str, ...]] = {
+    "A run": ("quickstart", "init", "config", "doctor", "launch", "keys", "slurm", "export"),
+    "Looking at runs": ("status", "report", "compare", "sweep", "plan", "eval", "follow"),
+    "Roles by hand, on other machines": ("queue", "learner", "generator", "scorer", "verifier", "relay", "agent"),
+    "Other trainings": ("sft", "rm", "dpo", "replay"),
+}
+"""Headings of the help, and the commands below each, in this order. Those that are not here come after them."""
 
 
 class OfferedCommands(TyperGroup):
-    """Commands of the core first. Of an offered command that can't be loaded, the help shows why, and nothing ends."""
+    """Commands in the groups of ``_GROUPS``. The help shows why an offered one can't be loaded, and nothing ends."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         self._load_all()
@@ -34,7 +41,7 @@ class OfferedCommands(TyperGroup):
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
         width = max(map(len, commands))
-        for title, names in {**COMMAND_GROUPS, "Of installed packages": tuple(commands)}.items():
+        for title, names in {**_GROUPS, "Of installed packages": tuple(commands)}.items():
             found = [(name.ljust(width), commands.pop(name)) for name in names if name in commands]
             if found:
                 with formatter.section(title):

@@ -21,7 +21,8 @@ def hints() -> Mapping[str, str]:
     names = [row["name"].rpartition(".")[2] for row in TABLE["settings"]]
     found: dict[str, str] = {}
     for name, row in zip(names, TABLE["settings"]):
-        here = [f"{', '.join(row['to'])} here"] if "to" in row else []
-        text = ": ".join(here + [row[key].replace("`", "") for key in ("text",) if key in row])
-        found |= {name: f"{row['trainer']}'s {name} is {text} (docs/coming_from.md)"} if names.count(name) == 1 else {}
+        if names.count(name) == 1:
+            ours = f"{', '.join(row['to'])} here" if "to" in row else ""
+            text = ": ".join(filter(None, (ours, row.get("text", "").replace("`", ""))))
+            found[name] = f"{row['trainer']}'s {name} is {text} (docs/coming_from.md)"
     return found

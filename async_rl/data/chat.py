@@ -309,7 +309,7 @@ def _fetched(name: str, weights: bool) -> Path:
 
 
 def _not_fetched(name: str, error: Exception) -> ModelError:
-    """Offline, no such repository, no permission: the caller treats all alike."""
+    """Return the error of a model that can't be fetched: offline, no such repository, or no permission."""
     return ModelError(
         f"model.path: {name!r} is neither a directory nor a model that can be fetched from the hub "
         f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}); correct the name, or "

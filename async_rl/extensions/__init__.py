@@ -70,12 +70,4 @@ OFFERS: Mapping[str, Mapping[str, str]] = {
     "async_rl.environments": {},  # a kind that packages fill alone
     "async_rl.row_fields": {"test_cases": "async_rl.extensions.code_rewards.rows:read_tests"},
 }
-"""Kind -> name -> MODULE:ATTRIBUTE. ``COMMAND_GROUPS`` has the order of commands."""
-
-COMMAND_GROUPS: Mapping[str, tuple[str, ...]] = {
-    "A run": ("quickstart", "init", "config", "doctor", "launch", "keys", "slurm", "export"),
-    "Looking at runs": ("status", "report", "compare", "sweep", "plan", "eval", "follow"),
-    "Roles by hand, on other machines": ("queue", "learner", "generator", "scorer", "verifier", "relay", "agent"),
-    "Other trainings": ("sft", "rm", "dpo", "replay"),
-}
-"""Headings of the help, and the commands below each. Those of installed packages come after them."""
+"""Kind -> name -> MODULE:ATTRIBUTE."""

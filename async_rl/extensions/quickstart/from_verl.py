@@ -127,15 +127,17 @@ def _ours(name: str, row: Mapping[str, Any], known: Mapping[str, Any]) -> list[s
 
 def _named(files: Iterable[str]) -> dict[str, str]:
     """Return the ``files`` by their names, with as many of their folders as tell them apart."""
-    stems = {file: Path(file).with_suffix("").parts for file in files}
-    is_enough = len(set(stems.values())) == len(stems)
-    parts, depth = stems if is_enough else {file: Path(file.replace(".", "_")).parts for file in stems}, 1
+    parts = {file: Path(file).with_suffix("").parts for file in files}
+    if len(set(parts.values())) < len(parts):  # their endings alone differ
+        parts = {file: Path(file.replace(".", "_")).parts for file in parts}
+    depth = 1
     while len({part[-depth:] for part in parts.values()}) < len(parts):
         depth += 1
     return {"_".join(part[-depth:]).strip("/"): file for file, part in parts.items()}
 
 
 def _shown(value: Any) -> str:
+    """Return a value as the table of settings writes it: as JSON, and text without quotes."""
     return _json(value).strip('"')
 
 
@@ -155,6 +157,7 @@ def write_port(config: Path, script: Path) -> list[str]:
     lines = [f"wrote {config}"]
     for name, found in lists.items():
         lines += [f"{name} ({len(found)}):", *(f"  {line}" for line in found)]
-    silent = TABLE["silent"]["verl"][1 if "type" in raw.get("reward", {}) else 0 :]
-    lines += ["verl does by itself, and this config does not:", *(f"  {line}" for line in silent)]
+    chosen = flat(raw)
+    lines.append("verl does by itself, and this config does not:")
+    lines += [f"  {row['text']}" for row in TABLE["silent"]["verl"] if row.get("unless") not in chosen]
     return [*lines, "next:", *(f"  {command}" for command in next_commands(config))]

@@ -254,6 +254,7 @@ def guessed_sizes(model: str, given: Collection[str]) -> dict[str, dict[str, Any
 
 
 def num_gpus_here() -> int:
+    """Return the number of NVIDIA GPUs, by their device files."""
     return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 

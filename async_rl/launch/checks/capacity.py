@@ -119,7 +119,7 @@ def num_parameters(path: str) -> int:
 
     directory, number = model_directory(path), 0
     files = _weights_files(directory)
-    if not all(file.exists() for file in files) or not files:
+    if not files or not all(file.exists() for file in files):
         try:
             return shape_of(directory).num_parameters
         except UnknownShapeError:

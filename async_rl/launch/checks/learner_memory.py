@@ -1,4 +1,4 @@
-"""With which settings the learner fits the memory of its devices. Called by ``device_memory`` and ``scaling``.
+"""With which settings the learner fits the memory of its devices. Called by ``device_memory``.
 
 The prediction is that of ``learner.memory_plan``, from the config files of models.
 """

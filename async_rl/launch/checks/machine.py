@@ -31,6 +31,8 @@ from async_rl.weights.collective.libraries import COLLECTIVES, collectives
 _SHARED_BYTES = 1 << 30
 """Docker gives a container 64 MiB; NCCL and vLLM take tens to hundreds for each process."""
 _MEET_S = 10.0
+_DRIVER = Path("/proc/driver/nvidia/version")
+"""Where NVIDIA's driver says its version."""
 
 
 def check_versions() -> Iterator[Finding]:
@@ -99,11 +101,8 @@ def num_cuda_devices() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-_DRIVER = Path("/proc/driver/nvidia/version")
-
-
 def _unusable() -> str:
-    """Say why torch can't use the GPUs that are here."""
+    """Return the message on why torch can't use the GPUs that are here."""
     import torch
 
     built, cpu = torch.version.cuda or torch.version.hip, "set CUDA_VISIBLE_DEVICES= to compute on the CPU"
