@@ -134,8 +134,8 @@ def test_the_time_of_an_agent_begins_when_its_process_is_forked(tmp_path: Path):
     with world(tmp_path, f"{source}{TWO_CALLS}", clock, first_reset_timeout_s=30.0) as played:
         played.submit()
         for _ in range(4):
-            played.turn()
             clock.now += 20.0
+            played.turn()
         os.write(gate, b"x")
         played.until(lambda: played.done)
     os.close(gate)
