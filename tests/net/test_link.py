@@ -56,10 +56,10 @@ def update_until(link: Link, condition: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def trouble_of(link: Link) -> str:
-    update_until(link, lambda: link.trouble)
+def wait_trouble(link: Link, said: str) -> None:
+    """Wait until the trouble is as ``said``: a handshake that takes long reads as a silent server before."""
+    update_until(link, lambda: said in link.trouble)
     assert not link.is_connected
-    return link.trouble
 
 
 def wait_connected(link: Link) -> None:
@@ -77,7 +77,7 @@ def keys(tmp_path: Path) -> Path:
 def test_a_port_where_nothing_listens_and_then_a_server():
     port = free_port()
     with client(f"tcp://127.0.0.1:{port}") as link:
-        assert f"nothing listens at 127.0.0.1:{port} (connection refused)" in trouble_of(link)
+        wait_trouble(link, f"nothing listens at 127.0.0.1:{port} (connection refused)")
         with server(port=port):
             wait_connected(link)
         update_until(link, lambda: link.lost_s)
@@ -87,12 +87,12 @@ def test_a_port_where_nothing_listens_and_then_a_server():
 
 def test_a_name_that_nobody_knows():
     with client("tcp://nosuch.invalid:5555") as link:
-        assert "the host name 'nosuch.invalid' of the queue server can't be resolved" in trouble_of(link)
+        wait_trouble(link, "the host name 'nosuch.invalid' of the queue server can't be resolved")
 
 
 def test_a_process_that_accepts_connections_and_says_nothing():
     with socket.create_server(("127.0.0.1", 0)) as mute, client(f"tcp://127.0.0.1:{mute.getsockname()[1]}") as link:
-        assert "accepts connections, but does not answer" in trouble_of(link)
+        wait_trouble(link, "accepts connections, but does not answer")
 
 
 def test_keys_that_do_not_fit(keys: Path):
@@ -101,19 +101,18 @@ def test_keys_that_do_not_fit(keys: Path):
         with client(address, ours) as link:
             wait_connected(link)
         with client(address) as link:
-            assert "it has keys and this client has none" in trouble_of(link)
+            wait_trouble(link, "it has keys and this client has none")
         with client(address, theirs) as link:
             link.new_key_s = 2 * LOST_AFTER_S
-            assert "has another server key than this client's key file" in trouble_of(link)
+            wait_trouble(link, "has another server key than this client's key file")
             assert link.lost_s > link.new_key_s, "clients of a server with a new key hear of it somewhat later"
         with client(address, theirs.for_server(ours.server)) as link:
-            said = trouble_of(link)
-            assert f"refuses the key of this client, {theirs.public.decode()}" in said
+            wait_trouble(link, f"refuses the key of this client, {theirs.public.decode()}")
             with (keys / "keys/allowed.txt").open("a") as allowed:
                 allowed.write(f"{theirs.public.decode()} late\n")
             wait_connected(link)
     with server() as address, client(address, ours) as link:
-        assert "has no keys, but this client has" in trouble_of(link)
+        wait_trouble(link, "has no keys, but this client has")
 
 
 def test_a_firewall_that_drops_packets_is_named_with_its_port(monkeypatch: pytest.MonkeyPatch):
