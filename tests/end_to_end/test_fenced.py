@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.faults_harness import Gates, fault_config, judge, kill_all, trained_rows
-from tests.end_to_end.harness import queue_address, roles, wait_until
+from tests.end_to_end.harness import queue_address, roles, state_of, wait_until
 from tests.fault_points import FAULT_POINTS
 
 NUM_ROWS = 120
 POINTS = [point for point in FAULT_POINTS if point.startswith("learner.")]
-SOME = ["learner.trained", "learner.checkpoint_writing", "learner.checkpoint_written"]
+SOME = ["learner.taken", "learner.checkpoint_writing", "learner.checkpoint_written"]
 QUEUE_FILES = ("queue", "queue.json", "ledger.json")
 """The queue server writes them, whoever the learner is."""
 
@@ -66,7 +66,7 @@ def test_a_learner_woken_after_its_successor_attached_changes_no_file_of_the_run
                 gates.arm("learner.taken")
                 successor = learner.process.pid
                 claim = gates.directory / f"learner.taken.{successor}"
-                wait_until("the successor's rest", claim.exists)
+                wait_until("the successor's rest", lambda: claim.exists() and state_of(successor) == "T")  # noqa: B023
                 before = digests(run_dir)
                 os.kill(older.process.pid, signal.SIGCONT)
                 assert older.wait() == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import closing
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,7 +34,8 @@ def write_checkpoint(
     """Save the engine and ``extra`` as the checkpoint of ``step``, and commit it. Return its directory."""
     config = CheckpointConfig(keep_last=keep_last, asynchronous=False)
     writer = CheckpointWriter(cast(Engine, engine), run_dir, config, lineage=lineage, confirm=confirm)
-    writer.begin(step, extra)
-    committed = writer.poll()
+    with closing(writer):
+        writer.begin(step, extra)
+        committed = writer.poll()
     assert committed is not None
     return committed.path

@@ -7,7 +7,7 @@ unfinished commit and is not valid.
 A learner may be stopped at any point and continue after a newer learner has taken over. It can't overwrite the newer
 learner's checkpoints: temporary names contain the lineage, the queue confirms the lineage before each rename, and a
 commit removes no newer checkpoint. ``remove_leftovers``, which the newer learner calls, removes the older learner's
-temporary files, so the older learner's last renames fail.
+temporary files, so the older learner's last renames fail. What it has made again it removes when it ends.
 
 The trainer, and what trains on given rows, have a ``CheckpointWriter`` on rank 0, which writes in the background.
 """
@@ -175,8 +175,13 @@ class CheckpointWriter:
         return self.poll()
 
     def close(self) -> None:
-        """Wait until nothing is being written. A checkpoint that is not committed stays uncommitted."""
+        """Wait until nothing is being written, and remove what is not committed.
+
+        After a newer learner has removed it, a thread that went on writing may have made it again.
+        """
         self._thread.shutdown()
+        for path in (self._run_dir / "checkpoints").glob(f"{PARTIAL}{self._lineage}-*"):
+            _try_to_remove(path)
 
     @contextmanager
     def _errors_of(self, target: Path) -> Iterator[None]:

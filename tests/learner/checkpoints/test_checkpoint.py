@@ -238,6 +238,7 @@ def test_an_older_learner_that_still_saves_ends_with_the_cause(tmp_path: Path):
         def save(self, directory: Path, extra: Mapping[str, Any]) -> None:
             super().save(directory, extra)
             take_over(tmp_path, owner, (1, 3))
+            directory.mkdir()  # as PyTorch does before it writes
             (directory / "more.bin").write_bytes(b"more")
 
     with pytest.raises(LineageError):
