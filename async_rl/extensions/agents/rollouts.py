@@ -29,6 +29,7 @@ from async_rl.environments.pool import EnvironmentPool, Event
 from async_rl.extensions.agents.calls import is_of, reply_to, request_of, wrong_in
 from async_rl.extensions.agents.front.messages import (
     Accept,
+    Answered,
     Call,
     Claimed,
     ClosedFor,
@@ -178,7 +179,6 @@ class AgentRollouts:
                 continue
             session, call = found
             del session.requests[call]
-            said = session.said.pop(call, None)
             self._may_begin = True
             session.note_calls(self._clock())
             if not np.isfinite(sample.logprobs).all() or (sample.logprobs == _NO_LOGPROB).any():
@@ -186,8 +186,6 @@ class AgentRollouts:
                 self._fail(session, "the engine returned a log-probability that is missing or not finite")
                 continue
             session.tokens.answer(call, sample)
-            if said is not None:
-                session.transcript.add(call, said, sample.text)
             # An answer is in its session's sequences, the front does not have it.
             fault_point("generator.call_answered")
             self._front.reply(reply_to(call, sample))
@@ -203,6 +201,10 @@ class AgentRollouts:
                 self._receive_reward(message)
             elif isinstance(message, OfPrograms):
                 self._follow_program(message)
+            elif isinstance(message, Answered):
+                session = self._by_call.get(message.call)
+                if session is not None and (said := session.said.pop(message.call, None)) is not None:
+                    session.transcript.add(said, message)
             elif (session := self._by_call.pop(message.call, None)) is not None:
                 if isinstance(message, Delivered):
                     session.tokens.deliver(message.call)

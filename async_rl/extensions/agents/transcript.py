@@ -11,8 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from async_rl.extensions.agents.front.answers import message_of, parse_answer
-from async_rl.extensions.agents.front.messages import Said
+from async_rl.extensions.agents.front.messages import Answered, Said
 
 _MAX_TOOLS, _MAX_NAME = 32, 64
 _OTHERS = "(others)"
@@ -30,13 +29,13 @@ class Transcript:
         self.tools: Counter[str] = Counter()
         self._chats: dict[int, tuple[Said, dict[str, Any]]] = {}
 
-    def add(self, call: int, said: Said, text: str) -> None:
-        """Remember a chat whose answer is ``text``."""
-        parsed = parse_answer(text, has_tools=said.has_tools)
-        for name, _ in parsed.calls:
-            known = name[:_MAX_NAME]
+    def add(self, said: Said, answered: Answered) -> None:
+        """Remember a chat and its answer."""
+        message = json.loads(answered.message)
+        for call in message.get("tool_calls", ()):
+            known = str(call["function"]["name"])[:_MAX_NAME]
             self.tools[known if known in self.tools or len(self.tools) < _MAX_TOOLS else _OTHERS] += 1
-        self._chats[call] = said, message_of(parsed, f"call-{call}")
+        self._chats[answered.call] = said, message
 
     def messages(self, call: int | None) -> tuple[Mapping[str, Any], ...]:
         """Return the conversation that ends with the answer to ``call``; empty if that was no chat."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-from jinja2 import TemplateError
+from trl.chat_template_utils import add_response_schema
 
+from async_rl.data.template import apply_template
+from async_rl.data.template_forms import forms_of
 from async_rl.extensions.agents.front.answers import message_of, parse_answer
 from async_rl.extensions.agents.front.chat import ChatRenderer
 from async_rl.extensions.agents.front.conversations import ChatPrompt, Conversations
@@ -30,6 +33,7 @@ TOOLS = [
 ]
 CALL = 'So.\n<tool_call>\n{"name": "add",  "arguments": {"a": 2, "b": 3}}\n</tool_call>'
 """With two spaces that no template would write."""
+SUM = {"a": 2, "b": 3}
 ASKED = {"role": "user", "content": "What is 2+3?"}
 MORE = {"role": "user", "content": "And 4+4?"}
 RESULT = {"role": "tool", "tool_call_id": "call-0-0", "name": "add", "content": "5"}
@@ -37,16 +41,13 @@ RESULT = {"role": "tool", "tool_call_id": "call-0-0", "name": "add", "content": 
 RENDERED_WHOLE = {
     # Its history ends turns with <|end|>, where the model samples <|return|>.
     ("gptoss", "text"),
-    # They end a tool call with other marks than an answer, with which the answer here ends.
-    *((name, "tools") for name in ("cohere2", "diffusion_gemma", "gemma4", "gemma4_v3", "gemma4_v4")),
-    ("gemma4_v5", "tools"),
-    # They leave a tool's answer out without a word. A request with tools is refused, because they read no tools either.
-    ("phi3", "tools"), ("phi3_5", "tools"),
 }  # fmt: skip
-CALLS_END = {"glm4moe": "<|observation|>", "gptoss": "<|call|>"}
+CALLS_END = {
+    "glm4moe": "<|observation|>",
+    "gptoss": "<|call|>",
+    **dict.fromkeys(("diffusion_gemma", "gemma4", "gemma4_v3", "gemma4_v4", "gemma4_v5"), "<|tool_response>"),
+}
 """With which token the model ends a tool call, if not with that of an answer."""
-REFUSED = {("cohere", "tools"), ("gemma", "tools"), ("gemma3", "tools"), ("llava_next", "tools")}
-"""Templates that raise on a tool's answer."""
 
 
 class Chat:
@@ -59,6 +60,24 @@ class Chat:
         self.decode = tokenizer.decode
         self.name, self.end = name, public.marks_of(name).end
 
+    @property
+    def writes_calls(self) -> bool:
+        return forms_of(str(self.renderer.tokenizer.chat_template)).reads_calls
+
+    def written(self, *calls: Mapping[str, Any]) -> str:
+        """The answer that calls ``add`` with these arguments, as the template writes it: from where the prompt ends."""
+        asked = [
+            {"id": f"{number:09d}", "type": "function", "function": {"name": "add", "arguments": dict(arguments)}}
+            for number, arguments in enumerate(calls)
+        ]
+        chat = [ASKED, {"role": "assistant", "content": "", "tool_calls": asked}]
+        text = str(apply_template(self.renderer.tokenizer, chat, {"tools": TOOLS}, open_turn=False))
+        assert self.renderer.form is not None
+        answer = text.rpartition(self.renderer.form["start_anchor"])[2]
+        for end in (*public.marks_of(self.name).listed, "<|tool_response>", "<|call|>"):
+            answer = answer.removesuffix("\n").removesuffix(end)
+        return answer
+
     def answer(
         self, messages: Sequence[Mapping[str, Any]], text: str, tools: Any = None
     ) -> tuple[ChatPrompt, np.ndarray, dict[str, Any]]:
@@ -66,7 +85,7 @@ class Chat:
         prompt = self.known.prompt(messages, tools)
         end = CALLS_END.get(self.name, self.end) if tools is not None else self.end
         token_ids = np.concatenate([self.renderer.encode(text), self.renderer.encode(end)])
-        message = message_of(parse_answer(text, has_tools=tools is not None), "call-0")
+        message = message_of(parse_answer(self.renderer.form, text, "", tools), "call-0")
         self.known.add(prompt, 7, token_ids, message, is_cut=False)
         return prompt, token_ids, message
 
@@ -80,17 +99,16 @@ def continues(before: ChatPrompt, answer: np.ndarray, after: ChatPrompt) -> bool
 @pytest.mark.parametrize("name", public.cases())
 def test_a_second_call_continues_the_sampled_ids_under_the_templates_of_the_field(name: str, kind: str):
     chat = Chat(name)
-    tools, text, reply = (TOOLS, CALL, RESULT) if kind == "tools" else (None, "It is 5.", MORE)
+    if kind == "tools" and chat.renderer.form is None:
+        assert not chat.writes_calls
+        return
+    tools, text, reply = (TOOLS, chat.written(SUM), RESULT) if kind == "tools" else (None, "It is 5.", MORE)
     prompt, token_ids, message = chat.answer([ASKED], text, tools)
     assert not prompt.continued
-    if (name, kind) in REFUSED:
-        with pytest.raises(TemplateError):
-            chat.known.prompt([ASKED, message, reply], tools)
-        return
+    assert [json.loads(call["function"]["arguments"]) for call in message.get("tool_calls", ())] == [SUM] * bool(tools)
     after = chat.known.prompt([ASKED, message, reply], tools)
     assert continues(prompt, token_ids, after) == ((name, kind) not in RENDERED_WHOLE)
-    if kind == "text" or chat.renderer.reads_tools:
-        assert reply["content"] in chat.decode(after.token_ids[len(prompt.token_ids) :])
+    assert reply["content"] in chat.decode(after.token_ids[len(prompt.token_ids) :])
 
 
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "qwen3_instruct_2507", "llama3", "gemma", "phi3"])
@@ -156,6 +174,70 @@ def test_answers_to_one_conversation_are_told_apart_whatever_they_say():
         assert continues(prompt, token_ids, chat.known.prompt([asked, message, MORE], None))
 
 
+ODD = {"note": 'it is, "x" {1} <b> 7', "a": 2, "digits": "7", "deep": {"k": [1, {"z": "y"}]}, "flag": True}
+
+
+@pytest.mark.parametrize("name", public.cases())
+def test_calls_are_read_in_the_form_in_which_the_template_writes_them(name: str):
+    chat = Chat(name)
+    form = chat.renderer.form
+    if form is None:
+        return
+    kinds = {"note": "string", "a": "integer", "b": "integer", "digits": "string", "deep": "object", "flag": "boolean"}
+    properties = {key: {"type": kind, "description": key} for key, kind in kinds.items()}
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"properties": properties}}}]
+    text = chat.written(ODD)
+    parsed = parse_answer(form, f"So.{text}" if "<tool_call>" in text else text, "", tools)
+    assert [(tool, json.loads(arguments)) for tool, arguments in parsed.calls] == [("add", ODD)]
+    assert parsed.content in ("", "So.")
+    # Without tools, and if it was cut, the text stays.
+    assert parse_answer(form, text, "", None).calls == ()
+    assert parse_answer(form, text[: text.index("digits")], "", tools).calls == ()
+    assert "add" in parse_answer(form, text[: text.index("digits")], "", tools).content
+    try:
+        theirs = add_response_schema(public.tokenizer_of(name)).response_template
+    except ValueError:  # trl knows none
+        theirs = form
+    for one in (theirs, form):
+        if "tool_calls" in one["fields"]:
+            found = parse_answer(one, chat.written(SUM), "", tools, CALLS_END.get(name, chat.end))
+            assert found.calls == (("add", '{"a": 2, "b": 3}'),)
+    if name not in ("gptoss", "llama3_1"):  # their templates write one call
+        both = parse_answer(form, chat.written(ODD, SUM), "", tools).calls
+        assert [json.loads(arguments) for _, arguments in both] == [ODD, SUM]
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "text", "expected"),
+    [
+        ("gptoss", "<|start|>assistant", "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+         '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 2}', ("", "hm", 1)),
+        ("gptoss", "", "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>5",
+         ("5", "hm", 0)),
+        ("qwen3_5_think", "<|im_start|>assistant\n<think>\n", "hm\n</think>\n\n5", ("5", "hm", 0)),
+        ("qwen3_5_think", "<|im_start|>assistant\n<think>\n", "hm", ("hm", None, 0)),
+        ("qwen3_5_think", "<|im_start|>assistant\n<think>\n\n</think>\n\n", "5", ("5", None, 0)),
+        ("gemma4", "<|turn>model\n", "<|channel>thought\nhm<channel|>5", ("5", "hm", 0)),
+        ("lfm2_2_5", "", "<|tool_call_start|>[add(2)]<|tool_call_end|>",
+         ("<|tool_call_start|>[add(2)]<|tool_call_end|>", None, 0)),
+    ],
+)  # fmt: skip
+def test_thoughts_are_read_where_the_prompt_or_the_answer_opens_them(
+    name: str, prompt: str, text: str, expected: tuple[str, str | None, int]
+):
+    parsed = parse_answer(Chat(name).renderer.form, text, prompt, TOOLS)
+    assert (parsed.content, parsed.thoughts, len(parsed.calls)) == expected
+
+
+def test_the_tokenizers_own_response_template_comes_first():
+    renderer = Chat("qwen3").renderer
+    own = {"start_anchor": "assistant\n", "fields": {"tool_calls": {
+        "open": "<tool_call>", "close": "</tool_call>", "content": "json", "repeats": True,
+        "transform": {"function": "{content}"}}, "content": {}}}  # fmt: skip
+    renderer.tokenizer.response_template = own
+    assert renderer.form is own
+
+
 @pytest.mark.parametrize(
     ("text", "content", "thoughts", "calls"),
     [
@@ -168,6 +250,7 @@ def test_answers_to_one_conversation_are_told_apart_whatever_they_say():
     ],
 )
 def test_an_answer_is_read(text: str, content: str, thoughts: str | None, calls: list[tuple[str, str]]):
-    parsed = parse_answer(text, has_tools=True)
+    form = Chat("qwen3").renderer.form
+    parsed = parse_answer(form, text, "", TOOLS)
     assert (parsed.content, parsed.thoughts, list(parsed.calls)) == (content, thoughts, calls)
-    assert parse_answer(text, has_tools=False).calls == ()
+    assert parse_answer(form, text, "", None).calls == ()

@@ -1,14 +1,34 @@
-"""What a chat's answer says: thoughts, text and tool calls, read from the text that was sampled."""
+"""What a chat's answer says: thoughts, text and tool calls, read from what was sampled, special tokens included."""
 
 from __future__ import annotations
 
+import ast
 import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from async_rl.environments.protocol import parse_tool_calls
+from async_rl.data.template_forms import call_arguments, called_function
+from async_rl.extensions.agents.front.forms import CALLS, CONTENT, FORMS, PLAIN, THINK, THINK_END, THOUGHTS, Form
 
-_CALL, _THOUGHTS_END = "<tool_call>", "</think>"
+_ASKED = {"role": "user", "content": "Which flowers grow there?"}
+_NAME, _ARGUMENTS = "pick_flowers", {"place": "meadow", "count": 7, "more": {"colours": ["red", "blue"]}}
+_TYPES = {"place": "string", "count": "integer", "more": "object"}
+TOOL: Mapping[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": _NAME,
+        "description": "Picks flowers.",
+        "parameters": {
+            "type": "object",
+            "properties": {name: {"type": kind, "description": name} for name, kind in _TYPES.items()},
+            "required": list(_TYPES),
+        },
+    },
+}
+"""A tool of ours, which a chat template is asked to write a call of."""
+_JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,29 +36,117 @@ class Parsed:
     """An answer in parts. ``calls`` are pairs of a tool's name and its arguments as JSON text."""
 
     content: str
-    thoughts: str | None
-    calls: tuple[tuple[str, str], ...]
+    thoughts: str | None = None
+    calls: tuple[tuple[str, str], ...] = ()
 
 
-def parse_answer(text: str, *, has_tools: bool) -> Parsed:
+class _NotReadError(Exception):
+    """A text is not in the form, or not to its end."""
+
+
+def form_of(own: Form | None, write: Callable[[Sequence[Mapping[str, Any]]], str]) -> Form | None:
+    """Return the form of the model's tool calls: the first that reads a call that its chat template has written.
+
+    Args:
+        own: the response template that the tokenizer has itself, if any. It is tried first.
+        write: returns the conversation as the template writes it, with ``TOOL`` as the only tool.
+
+    None: the template writes no call, or one that no form reads.
+    """
+    call = {"id": "000000001", "type": "function", "function": {"name": _NAME, "arguments": _ARGUMENTS}}
+    try:
+        text = write([_ASKED, {"role": "assistant", "content": "", CALLS: [call]}])
+    except Exception:  # the template's own: it refuses tool calls
+        return None
+    return next((form for form in [*filter(None, [own]), *FORMS.values()] if _reads(form, text)), None)
+
+
+def _reads(form: Form, text: str) -> bool:
+    from transformers.utils.chat_parsing.response_templates import load_response_template
+
+    try:
+        answer: str = load_response_template(dict(form)).truncate_past_last_anchor(text)
+        calls = _read(form, answer, "", [TOOL]).calls
+    except (_NotReadError, ValueError):
+        return False
+    return answer != text and [(name, json.loads(arguments)) for name, arguments in calls] == [(_NAME, _ARGUMENTS)]
+
+
+def parse_answer(
+    form: Form | None, text: str, prompt: str, tools: Sequence[Mapping[str, Any]] | None, end: str = ""
+) -> Parsed:  # fmt: skip
     """Split an answer into thoughts, text and tool calls.
 
-    Thoughts are what stands before ``</think>``. Tool calls have the form ``<tool_call>{"name": ..., "arguments":
-    {...}}</tool_call>`` of Qwen and Hermes, and are read only if the request names tools. An answer with a malformed
-    call stays text, so that the agent sees what the model wrote.
+    An answer with a malformed call stays text, so that the agent sees what the model wrote.
+
+    Args:
+        form: the model's; None: thoughts are what stands before ``</think>``, and there are no calls.
+        text: the answer with its special tokens, but without the one that ended it.
+        prompt: the end of the prompt, special tokens included: it may have opened the thoughts.
+        tools: those that the request names. Without any, no call is read.
+        end: the text of the token that ended the answer, which a form may need. The model may leave other marks out.
     """
-    thoughts, found, rest = text.partition(_THOUGHTS_END)
-    content = rest if found else text
-    calls = parse_tool_calls(content) if has_tools and _CALL in content else []
-    if any(call.error for call in calls):
-        calls = []
-    if calls:
-        content = content.partition(_CALL)[0]
-    return Parsed(
-        content=content.strip("\n") if found or calls else content,
-        thoughts=thoughts.removeprefix("<think>").strip("\n") if found else None,
-        calls=tuple((call.name, json.dumps(call.arguments)) for call in calls),
-    )
+    silent = None if form is None else {**form, "fields": {k: v for k, v in form["fields"].items() if k != CALLS}}
+    for one, given, ended in ((form, tools, end), (form, tools, ""), (silent, (), ""), (PLAIN, (), "")):
+        if one is not None and given is not None:
+            with suppress(_NotReadError):
+                return _read(one, text, prompt, given, ended)
+    return Parsed(text)
+
+
+def _read(form: Form, text: str, prompt: str, tools: Sequence[Mapping[str, Any]], end: str = "") -> Parsed:
+    from transformers.utils.chat_parsing import ResponseParser
+    from transformers.utils.chat_parsing.response_templates import load_response_template
+
+    spec = load_response_template(dict(form))
+    begun = spec.truncate_past_last_anchor(prompt)
+    parser = ResponseParser(spec, "" if begun == prompt else prompt, tools=[dict(tool) for tool in tools])
+    before, found, _ = text.partition(THINK_END)
+    if found and THINK not in before and not any(event["field"] in THOUGHTS for event in parser.initial_events[-1:]):
+        text = THINK + text
+    text += end
+    try:
+        parser.feed(text)
+        message, last = parser.finalize()
+        calls = tuple(_calls(message.get(CALLS, [])))
+    except (ValueError, KeyError, SyntaxError, RecursionError, MemoryError) as error:
+        raise _NotReadError from error
+    for field in (spec.fields[event["field"]] for event in last if event["type"] == "region_close"):
+        # A pattern waits for more at the end of the text. JSON that is whole is no part of a call.
+        is_closed = field.close_re is not None and any(m.end() == len(text) for m in field.close_re.finditer(text))
+        if not is_closed and field.name != CONTENT and field.content != "json":
+            raise _NotReadError
+    content = str(message.get(CONTENT, "")).removesuffix(end)
+    thoughts = next((str(message[name]).strip("\n") for name in THOUGHTS if name in message), None)
+    if not (content or calls or thoughts) and text:
+        raise _NotReadError
+    return Parsed(content if thoughts is None and not calls else content.strip("\n"), thoughts or None, calls)
+
+
+def _calls(found: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Yield the name and the arguments of each call, as JSON text. Raises ValueError for what is no call."""
+    for call in found:
+        if isinstance(text := call["function"], str):
+            yield from _python_calls(text)
+            continue
+        name, arguments = called_function(call).get("name"), call_arguments(call)
+        if not isinstance(name, str) or not isinstance(arguments, dict | None):
+            raise ValueError(f"expected a call with a name and arguments, got {call!r:.80}")
+        yield name, json.dumps(arguments or {})
+
+
+def _python_calls(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the calls in ``[name(key=value, ...), ...]``, whose values are Python's literals or JSON."""
+    listed = _JsonNames().visit(ast.parse(text.strip(), mode="eval")).body
+    for call in listed.elts if isinstance(listed, ast.List) else [listed]:
+        if not isinstance(call, ast.Call) or call.args:
+            raise ValueError(f"expected calls with named arguments, got {text!r:.80}")
+        yield ast.unparse(call.func), json.dumps({str(one.arg): ast.literal_eval(one.value) for one in call.keywords})
+
+
+class _JsonNames(ast.NodeTransformer):
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(_JSON_NAMES[node.id]) if node.id in _JSON_NAMES else node
 
 
 def message_of(parsed: Parsed, call_ids: str) -> dict[str, Any]:

@@ -16,8 +16,9 @@ import msgspec
 import numpy as np
 
 from async_rl.errors import ModelError
-from async_rl.extensions.agents.front.answers import message_of, parse_answer
+from async_rl.extensions.agents.front.answers import TOOL, form_of, message_of, parse_answer
 from async_rl.extensions.agents.front.conversations import ChatPrompt, Conversations, Tools
+from async_rl.extensions.agents.front.forms import Form
 from async_rl.extensions.agents.front.messages import Call, Reply, Said
 from async_rl.extensions.agents.front.requests import (
     OF_CHATS,
@@ -30,6 +31,8 @@ from async_rl.extensions.agents.front.requests import (
 )
 
 MAX_CHOICES = 64
+_NUM_LAST = 64
+"""Number of tokens at a prompt's end in which the beginning of the model's turn is looked for."""
 _NO_TOKENIZER = "chats need a tokenizer with a chat template, and this generator has none; use /inference/v1/generate"
 
 
@@ -54,7 +57,7 @@ class ChatRenderer:
         """``arguments`` are variables of the chat template, which the request's tools are added to."""
         from async_rl.generator.environment_rollouts import TokenizerText
 
-        self._tokenizer, self.arguments = tokenizer, arguments
+        self.tokenizer, self.arguments = tokenizer, arguments
         self._text = TokenizerText(tokenizer, arguments)
 
     @cached_property
@@ -63,16 +66,25 @@ class ChatRenderer:
         from async_rl.data.template import check_arguments
 
         try:
-            check_arguments(self._tokenizer, {"tools": []})
+            check_arguments(self.tokenizer, {"tools": []})
         except ModelError:
             return False
         return True
+
+    @cached_property
+    def form(self) -> Form | None:
+        """The form in which the model writes tool calls; None if none is known that reads them."""
+        from async_rl.data.template import apply_template
+
+        names = {**self.arguments, "tools": [TOOL]}
+        own = getattr(self.tokenizer, "response_template", None)
+        return form_of(own, lambda chat: str(apply_template(self.tokenizer, chat, names, open_turn=False)))
 
     def check(self, messages: Sequence[Mapping[str, Any]], tools: Tools) -> None:
         """Check that no message is lost, as ``template.check_rendered``."""
         from async_rl.data.template import check_rendered
 
-        check_rendered(self._tokenizer, messages, self._names(tools))
+        check_rendered(self.tokenizer, messages, self._names(tools))
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Tools, own: Mapping[str, Any] = MappingProxyType({})
@@ -84,7 +96,7 @@ class ChatRenderer:
         """
         from async_rl.data.template import apply_template
 
-        return str(apply_template(self._tokenizer, messages, self._names(tools, own)))
+        return str(apply_template(self.tokenizer, messages, self._names(tools, own)))
 
     def _names(self, tools: Tools, own: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
         return {**self.arguments, **own, **({"tools": list(tools)} if tools else {})}
@@ -95,9 +107,9 @@ class ChatRenderer:
     def ending(self, token_id: int) -> str:
         return self._text.ending(token_id)
 
-    def token(self, token_id: int) -> str:
-        """Return the text of one token."""
-        return str(self._tokenizer.decode([token_id], skip_special_tokens=False))
+    def decode(self, token_ids: np.ndarray) -> str:
+        """Return the text of tokens, int32 [N], with that of special ones."""
+        return str(self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=False))
 
 
 def load_renderer(directory: str, arguments: Mapping[str, Any]) -> ChatRenderer:
@@ -159,6 +171,13 @@ def prompt_of(known: Conversations, wanted: ChatRequest, renderer: ChatRenderer,
     if wanted.tools and not renderer.reads_tools:
         text = "tools: the model's chat template does not read them, so the model would not know them"
         raise RefusedError(400, text, "unsupported", "tools")
+    if wanted.tools and renderer.form is None:
+        text = (
+            "tools: expected a chat template that writes calls in a form that is known here (docs/templates.md), got "
+            "another one, so its calls would not be seen; set response_template in tokenizer_config.json, or put the "
+            "tools into the messages and read the answers' text"
+        )
+        raise RefusedError(400, text, "unsupported", "tools")
     what = "messages"
     try:
         renderer.check(wanted.messages, wanted.tools)
@@ -181,7 +200,7 @@ def prompt_of(known: Conversations, wanted: ChatRequest, renderer: ChatRenderer,
 def chat_call(wanted: ChatRequest, prompt: ChatPrompt, number: int, key: str, choice: int) -> Call:
     """Return the call for one choice of the answer. Each choice has a seed of its own."""
     messages = msgspec.json.encode(wanted.messages[prompt.num_known :])
-    said = Said(messages, None if prompt.known is None else prompt.known.call, wanted.tools is not None)
+    said = Said(messages, None if prompt.known is None else prompt.known.call)
     token_ids = prompt.token_ids.astype("<i4").tobytes()
     return Call(number, key, token_ids, max_tokens=wanted.max_tokens, said=said, **wishes(wanted.raw, choice))
 
@@ -190,7 +209,8 @@ def chat_answer(
     wanted: ChatRequest, model: str, prompt: ChatPrompt, replies: Sequence[Reply], renderer: ChatRenderer
 ) -> dict[str, Any]:
     """Return the body of the answer, with a choice for each reply."""
-    choices = [_choice(wanted, index, reply, renderer) for index, reply in enumerate(replies)]
+    before = renderer.decode(prompt.token_ids[-_NUM_LAST:])
+    choices = [_choice(wanted, index, reply, renderer, before) for index, reply in enumerate(replies)]
     num_prompt = len(prompt.token_ids)
     num_sampled = sum(len(reply.token_ids) // 4 for reply in replies)
     answer = {
@@ -203,9 +223,12 @@ def chat_answer(
     return answer | ({"prompt_token_ids": prompt.token_ids.tolist()} if wanted.wants_token_ids else {})
 
 
-def _choice(wanted: ChatRequest, index: int, reply: Reply, renderer: ChatRenderer) -> dict[str, Any]:
+def _choice(
+    wanted: ChatRequest, index: int, reply: Reply, renderer: ChatRenderer, before: str
+) -> dict[str, Any]:  # fmt: skip
     token_ids = np.frombuffer(reply.token_ids, np.int32)
-    parsed = parse_answer(_text_of(wanted, reply), has_tools=wanted.tools is not None)
+    end = renderer.ending(int(token_ids[-1])) if len(token_ids) else ""
+    parsed = parse_answer(renderer.form, _text_of(wanted, reply), before, wanted.tools, end)
     is_call = bool(parsed.calls) and reply.finish_reason == "stop"
     choice: dict[str, Any] = {
         "index": index,
@@ -215,7 +238,7 @@ def _choice(wanted: ChatRequest, index: int, reply: Reply, renderer: ChatRendere
     }
     if wanted.wants_logprobs:
         logprobs = np.frombuffer(reply.logprobs, np.float32)
-        texts = [renderer.token(int(token)) for token in token_ids]
+        texts = [renderer.decode(token_ids[place : place + 1]) for place in range(len(token_ids))]
         choice["logprobs"] = {
             "content": [
                 {"token": text, "logprob": float(logprob), "bytes": list(text.encode()), "top_logprobs": []}

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from async_rl.data.spellings import unguarded
-from async_rl.data.template_forms import joined_text
+from async_rl.data.template_forms import joined_text, with_arguments
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]] | None
@@ -138,8 +138,14 @@ class Conversations:
         plain = {"role": answer["role"], "content": word}
         calls = {"tool_calls": answer["tool_calls"]} if answer.get("tool_calls") else {}
         later = [text for message in messages[place + 1 :] if (text := joined_text(message.get("content") or ""))]
-        # Some templates write a tool's answer only after its call, others no content beside calls.
-        for stand_in in [{**plain, **calls}, plain] if calls else [plain]:
+        stand_ins = [plain]
+        if calls:
+            # Some templates write a tool's answer only after its call, others no content beside calls or it behind the
+            # tool's answer: there the word is in the last call.
+            *others, last = answer["tool_calls"]
+            called = {**plain, "content": "", "tool_calls": [*others, with_arguments(last, {"word": word})]}
+            stand_ins = [{**plain, **calls}, plain, called]
+        for stand_in in stand_ins:
             try:
                 text = self._renderer.render([*messages[:place], stand_in, *messages[place + 1 :]], tools)
             except Exception:  # the template's own: the other form may do, or the conversation is rendered whole

@@ -83,14 +83,10 @@ class Offered(msgspec.Struct, tag=True, frozen=True):
 
 
 class Said(msgspec.Struct, frozen=True):
-    """The messages of a chat, as JSON: those that follow the answer to the call ``after``, or all if it is None.
-
-    ``has_tools`` says that tool calls are read from the answer.
-    """
+    """The messages of a chat, as JSON: those that follow the answer to the call ``after``, or all if it is None."""
 
     messages: bytes
     after: int | None
-    has_tools: bool
 
 
 class Call(msgspec.Struct, tag=True, frozen=True):
@@ -120,6 +116,13 @@ class Finish(msgspec.Struct, tag=True, frozen=True):
     finish_key: str
     reward: float
     score: float | None
+
+
+class Answered(msgspec.Struct, tag=True, frozen=True):
+    """The answer to a chat's call as a message, as JSON: the client gets it, if it is still there."""
+
+    call: int
+    message: bytes
 
 
 class Delivered(msgspec.Struct, tag=True, frozen=True):
@@ -159,7 +162,7 @@ class Outside(msgspec.Struct, tag=True, frozen=True):
 
 ToFront = Open | Close | Reply | Refuse | Accept | Join | Offered
 OfPrograms = Claimed | Ended | Outside
-ToGenerator = Call | Finish | Delivered | Gone | OfPrograms
+ToGenerator = Call | Finish | Answered | Delivered | Gone | OfPrograms
 
 _Message = TypeVar("_Message")
 _encoder = msgspec.msgpack.Encoder()

@@ -50,6 +50,7 @@ from async_rl.extensions.agents.front.chat import (
 from async_rl.extensions.agents.front.conversations import Conversations
 from async_rl.extensions.agents.front.messages import (
     Accept,
+    Answered,
     Call,
     Close,
     Delivered,
@@ -289,6 +290,7 @@ class Endpoints:
             replies = await self._calls.answers(calls, request)
             answer = chat_answer(wanted, self._model, prompt, replies, renderer)
             for number, reply, choice in zip(numbers, replies, answer["choices"], strict=True):
+                self._calls.send(Answered(number, msgspec.json.encode(choice["message"])))
                 token_ids, is_cut = np.frombuffer(reply.token_ids, np.int32), reply.finish_reason == "length"
                 known.add(prompt, number, token_ids, choice["message"], is_cut=is_cut)
             if wanted.stream:
