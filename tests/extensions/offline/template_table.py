@@ -14,6 +14,7 @@ from async_rl.data.template import apply_template
 from async_rl.errors import DataError
 from async_rl.generator.backend import Sampled
 from async_rl.generator.environment_rollouts import TokenizerText, Trajectory
+from benchmarks.template_calls import outcome
 from tests.data.public_templates import marks_of, names
 from tests.extensions.offline.test_public_templates import (
     ANSWERED,
@@ -29,9 +30,9 @@ from tests.extensions.offline.test_public_templates import (
 PAGE = Path(__file__).parents[3] / "docs" / "templates.md"
 BEGIN = "<!-- written by python -m tests.extensions.offline.template_table -->\n"
 _HEADER = (
-    "| template | sft: one turn | two turns | thinking | tools | dpo | RL prompt | environment's second turn | trained "
-    "end | sampling stops at |\n"
-    f"|{'---|' * 10}\n"
+    "| template | sft: one turn | two turns | thinking | tools | dpo | RL prompt | environment's second turn | "
+    "agents' tool calls | trained end | sampling stops at |\n"
+    f"|{'---|' * 11}\n"
 )
 
 
@@ -50,6 +51,7 @@ def _cells(name: str) -> str:
         _dpo(name),
         _prompt(name),
         second_turn(name),
+        ", ".join(outcome(name) or ("refused",)),
         *_ends(name),
     ]
     return " | ".join(cells)
