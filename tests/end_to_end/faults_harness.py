@@ -136,26 +136,6 @@ class FaultRun:
         """Start all roles by ``async-rl launch``, and do not wait."""
         self._begin_role("launch", "launch", str(self._config))
 
-    def kill_launch(self) -> None:
-        """SIGKILL ``async-rl launch``. Its processes end with it, and ``tend`` starts it again."""
-        self._roles["launch"].kill()
-
-    def kill_at_each(self, points: Sequence[str], then: Callable[[], None] = lambda: None) -> None:
-        """Under ``launch``, kill who reaches each point, and call ``then``.
-
-        ``launch`` gives up a learner that dies twice without a checkpoint between, and after five deaths in a row. So
-        this waits for steps between, and kills ``launch`` as well now and then.
-        """
-        self.await_step(CHECKPOINT_EVERY + 1)
-        for number, point in enumerate(points):
-            self.kill_at(point)
-            then()
-            print(f"step {self.last_step()}: killed it at {point}")
-            if number % 3 == 2:
-                self.kill_launch()
-            self.await_step(self.last_step() + 2 * CHECKPOINT_EVERY)
-        assert not self.is_finished
-
     def await_step(self, step: int) -> None:
         wait_until(f"step {step}", self.tended(lambda: self.last_step() >= step))
 

@@ -16,9 +16,9 @@ from async_rl.net.keys import make_keys
 from tests.end_to_end.conftest import Network
 from tests.end_to_end.harness import ROOT, Role, roles, steps, wait_until, write_config
 from tests.end_to_end.test_firewall import three_free_ports
-from tests.end_to_end.test_kills import FAKE
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
 
+FAKE = {"mean_tokens": 6.0, "step_time_s": 0.1, "vocab_size": 20}
 RANK = """
 from pathlib import Path
 from tests.learner.rank_scenarios import run_scenario

@@ -10,9 +10,12 @@ import pytest
 import torch
 
 from async_rl.errors import RunError
+from async_rl.learner.checkpoints.files import TrainerState
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.export import model as export
 from async_rl.learner.export.model import export_checkpoint
+from async_rl.learner.loop.start import _wrap_up
+from async_rl.run.directory import RunDir
 from tests.learner.model.reference import engine_of
 from tests.learner.saves_at_once import write_checkpoint
 from tests.learner.tiny import random_sequences, tiny_config, tiny_model
@@ -81,6 +84,18 @@ def test_a_directory_with_files_and_a_missing_checkpoint_are_refused(tmp_path: P
     with pytest.raises(RunError, match="expected a checkpoint"):
         export_checkpoint(tmp_path / "nothing", tmp_path / "other")
     assert not (tmp_path / "other").exists()
+
+
+def test_the_export_at_the_end_of_a_run_replaces_what_a_killed_learner_left(tmp_path: Path):
+    trained_checkpoint(tmp_path)
+    run_dir = RunDir(tmp_path / "run")
+    for remains in (run_dir.export, tmp_path / "run" / ".export.1.partial"):
+        remains.mkdir()
+        (remains / "half.safetensors").touch()
+    _wrap_up(run_dir, TrainerState(step=1, version=1), export=True, confirm=lambda: None)
+    assert not list(run_dir.path.rglob("half.safetensors"))
+    assert (run_dir.export / "model.safetensors").is_file()
+    assert run_dir.is_finished
 
 
 def test_an_export_that_fails_halfway_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
