@@ -25,7 +25,7 @@ from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.ranks import init_ranks
 from async_rl.records import Group, Lease
 from tests.config.predecessors import FEATURES, alternatives
-from tests.learner.loop.scripted_run import Run, drawn_rollout, make_run
+from tests.learner.loop.scripted_run import drawn_rollout, make_run
 from tests.learner.tiny import tiny_model
 from tests.queue.builders import group
 
@@ -83,17 +83,12 @@ FIGURES: Mapping[str, str] = {"queue.max_staleness": "staleness/max"}
 """Keys whose effect is seen in a figure of the metrics and not in the weights."""
 
 
-ALL_COUNT: Settings = {"loss.mask_truncated": "false", "loss.skip_threshold": "0"}
-"""With it the loss leaves no answer out."""
-
-
 @dataclass(frozen=True)
 class Trained:
-    """What a run left: its weights by name, the rows of its steps, and the run."""
+    """What a run left: its weights by name, and the rows of its steps."""
 
     weights: Mapping[str, torch.Tensor]
     rows: list[dict[str, Any]]
-    run: Run
 
 
 Train = Callable[[Settings], Trained]
@@ -147,7 +142,7 @@ def run_of(directory: Path, settings: Settings) -> Trained:
     run.start(answer=answered)
     weights = {name: tensor.clone() for name, tensor in engine.gather()}
     engine.close()
-    return Trained(weights, run.rows, run)
+    return Trained(weights, run.rows)
 
 
 def differ(one: Trained, other: Trained) -> bool:
@@ -212,63 +207,3 @@ def test_a_setting_of_a_row_changes_what_it_promises(key: str, settings: Setting
             torch.testing.assert_close(tensor, other.weights[name], atol=1e-4, rtol=1e-3)
     else:
         assert differ(one, other)
-
-
-def settings_together(*features: str) -> dict[str, str]:
-    """The settings of several rows, of which none has alternatives and no two contradict each other."""
-    joined: dict[str, str] = {}
-    for feature in features:
-        (settings,) = alternatives(FEATURES[feature])
-        assert {**settings, **joined} == {**joined, **settings}, feature
-        joined |= settings
-    return {key: value for key, value in joined.items() if not key.startswith(("queue.journal", "log."))}
-
-
-@pytest.mark.slow
-def test_a_run_of_colossal_s_grpo_has_the_figures_that_its_rows_promise(train: Train):
-    settings = settings_together(
-        "GRPO preset", "lr schedule", "temperature annealing", "save", "weight sync schedule",
-        "shared buffer of groups", "entropy metric, weight decay, profiling", "KL + reference",
-    )  # fmt: skip
-    trained = train({**settings, "learner.steps": "100", "queue.run_ahead": '"bound"'})
-    rows = trained.rows
-    # From 1.0 to 0.9 in 100 versions, so 0.001 less at each; groups are 4 versions old once the queue is full.
-    assert [rows[at]["temperature"] for at in (0, 4, 54, 99)] == pytest.approx([1.0, 1.0, 0.95, 0.905])
-    assert [row["staleness/max"] for row in rows] == [0, 1, 2, 3, *[4] * 96]
-    # Half a cosine from 1 to 0.1: halfway at 0.55.
-    assert [rows[at]["lr"] for at in (0, 50)] == pytest.approx([1e-2, 0.55e-2], rel=1e-6)
-    assert rows[99]["lr"] == pytest.approx(1e-3, rel=0.01)
-    assert rows[-1]["kl/reference"] > 0
-    assert all(row["entropy"] > 0 for row in rows)
-    # Without a filter the all-right groups at every fifth position are trained too.
-    assert trained.run.ledger["groups"]["filtered"] == 0
-    assert trained.run.weights.published == list(range(101))
-    checkpoints = trained.run.path / "checkpoints"
-    assert sorted(path.name for path in checkpoints.glob("step-*")) == ["step-000075", "step-000100"]
-    assert (checkpoints / "latest").read_text().strip() == "step-000100"
-
-
-@pytest.mark.slow
-def test_dapo_samples_other_groups_for_those_it_filters_and_rl2_does_not(train: Train):
-    dapo = train(learner_settings(settings_together("DAPO preset", "filter_range", "dynamic_batching")))
-    rl2 = train(learner_settings(settings_together("dynamic filtering")))
-    # Steps of 2 groups: 24 pass of the first 29 or so, of which every fifth is filtered. One answer of four is cut.
-    groups = dapo.run.ledger["groups"]
-    assert (groups["trained"], groups["filtered"]) == (24, 5)
-    assert [row["masked/truncated"] for row in dapo.rows] == [2] * 12
-    assert [row["accuracy/mean"] for row in dapo.rows] == [0.5] * 12
-    # The same 24 positions whatever they earn: 4, 9, 14 and 19 give no signal.
-    groups = rl2.run.ledger["groups"]
-    assert groups["trained"] == 24
-    assert sum(row.get("masked/filter", 0) for row in rl2.rows) == 4 * 4
-
-
-@pytest.mark.slow
-def test_batches_are_of_the_size_that_their_row_says(train: Train):
-    (settings,) = alternatives(FEATURES["batch flags ibs, imbs, tbs, tMbs, tmbs, g"])
-    del settings["generator.batch_size"]  # of the generator
-    trained = train({**settings, "learner.steps": "1", **ALL_COUNT})
-    ledger = trained.run.ledger
-    # One batch of 64 groups of 8, trained in two updates.
-    assert trained.rows[0]["version"] == 2
-    assert (ledger["groups"]["trained"], ledger["rollouts"]["trained"]) == (64, 512)
