@@ -19,6 +19,7 @@ from async_rl.queue.core.groups import read_summary
 from async_rl.queue.core.state import QueueState, stop_reason
 from async_rl.queue.messages import NotReady, Verdict
 from async_rl.records import Group, Lease, Span, Turn
+from async_rl.sampling_mask import SamplingMask
 from tests.queue.builders import LINEAGE, SAMPLING, ack, announce, group, leases, make_state, rows, take
 from tests.queue.direct import RefusedError
 
@@ -82,6 +83,8 @@ FORGERIES: dict[str, tuple[str, Callable[[Lease], Group]]] = {
     "a version that was not trained": ("other", lambda lease: group(lease, 1)),
     "a logprob that is no number": ("other", lambda lease: changed(group(lease), behavior_logprobs=at(-1, math.nan))),
     "a reward that is no number": ("other", lambda lease: with_last(group(lease), reward_parts={"correct": math.nan})),
+    "another lineage": ("other", lambda lease: replace(group(lease), lineage="line-b")),
+    "another kind": ("other", lambda lease: replace(group(lease), kind="eval")),
     "another temperature": ("other", lambda lease: replace(group(lease), temperature=0.9)),
     "another prompt's position": ("other", lambda lease: replace(group(lease), position=99)),
     "a rollout too many": ("other", lambda lease: group(lease, accuracies=(1.0, 0.0, 1.0))),
@@ -108,6 +111,25 @@ def test_a_forged_group_is_refused_and_counted_by_cause(name):
     (entry,) = state.generators.as_dicts(0.0)
     assert entry["refused"] == {cause: 1}
     state.check()
+
+
+def keeping(made: Group, offset: int) -> Group:
+    """Each sampled token with a set of one: the token plus ``offset``."""
+    rollouts = []
+    for rollout in made.rollouts:
+        (sequence,) = rollout.sequences
+        kept = sequence.token_ids[sequence.loss_mask] + offset
+        mask = SamplingMask(np.ones(len(kept), np.int32), kept.astype(np.int32))
+        rollouts.append(replace(rollout, sequences=(replace(sequence, sampling_mask=mask),)))
+    return replace(made, rollouts=tuple(rollouts))
+
+
+def test_a_sampled_token_that_was_not_kept_is_refused():
+    state = make_state(sampling=replace(SAMPLING, top_k=1))
+    honest, forged = leases(state, 2)
+    assert give(state, keeping(group(honest), 0)) == ("queued", "")
+    assert give(state, keeping(group(forged), 1))[0] == "refused"
+    assert state.generators.as_dicts(0.0)[0]["refused"] == {"other": 1}
 
 
 def test_the_limits_themselves_are_accepted():
