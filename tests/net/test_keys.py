@@ -23,6 +23,7 @@ from async_rl.net.keys import (
     make_keys,
     read_allowed,
 )
+from tests.clock import Clock
 from tests.refusal import refusal
 
 
@@ -96,14 +97,6 @@ def test_the_group_may_read_secrets_of_another_owner(tmp_path: Path, monkeypatch
         path.chmod(mode)
         with pytest.raises(KeyFileError, match=f"mode {mode:o}"):
             ClientKeys.load(path)
-
-
-@dataclass
-class Clock:
-    now: float = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @dataclass

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -21,6 +20,7 @@ from async_rl.process.child import PARENT_WATCH_FD, watch_parent
 from async_rl.queue.client.clients import GeneratorQueue, LearnerQueue
 from async_rl.queue.messages import Announcement
 from async_rl.run.queue_files import read_record
+from tests.end_to_end.harness import wait_until
 from tests.forked import Forked, preload
 from tests.queue import serve
 from tests.queue.direct import Run
@@ -29,14 +29,6 @@ preload("tests.queue.serve")
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 30.0
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """Poll with a deadline."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(0.01)
 
 
 @dataclass
@@ -77,7 +69,7 @@ class Servers:
             record = read_record(Path(config.run.dir))
             return record is not None and record.pid == process.pid
 
-        wait_until(recorded, "queue.json")
+        wait_until("queue.json", recorded)
         record = read_record(Path(config.run.dir))
         assert record is not None
         return Server(process, record.address)

@@ -30,8 +30,9 @@ from async_rl.queue.core.state import QueueState
 from async_rl.queue.messages import GeneratorStats, LeasesGranted
 from async_rl.queue.parity import Answer, encode_answer
 from async_rl.records import Lease
+from tests.end_to_end.harness import wait_until
 from tests.queue.builders import LINEAGE, fail, group, leases, make_config, make_state, put
-from tests.queue.conftest import DEADLINE_S, attach, dealer, wait_until
+from tests.queue.conftest import DEADLINE_S, attach, dealer
 from tests.queue.direct import RefusedError
 from tests.queue.test_server import get_leases
 
@@ -183,7 +184,7 @@ def answer_to(connection: Connection, request: msgspec.Struct, parts: list[bytes
         found.extend(m for r, m in connection.poll(0.2) if r is not None and r.request_id == request_id)
         return bool(found)
 
-    wait_until(has_answer, f"an answer to {request}")
+    wait_until(f"an answer to {request}", has_answer)
     return found[0].type, str(found[0].fields.get("message"))
 
 
@@ -215,7 +216,7 @@ def test_a_stranger_can_do_nothing_in_a_generators_name(servers, tmp_path, has_k
         assert (shown["foreign_requests"] >= 7, shown["refused"]) == (True, {})
         assert [(held["generator"], held["progress"]) for held in status["leases"]] == [("g0", 0)]
         generator.return_group(group(lease))
-        wait_until(lambda: generator.poll(0.2) is not None and not generator.num_unanswered_returns, "an answer")
+        wait_until("an answer", lambda: generator.poll(0.2) is not None and not generator.num_unanswered_returns)
         assert learner.status()["depth"] == 1
 
 
@@ -233,7 +234,7 @@ def test_a_generator_waits_for_its_id_while_another_has_it(servers, tmp_path, ca
             with pytest.raises(IdInUseError, match="belongs to another generator, which was alive"):
                 join(0.1)
             joined = pool.submit(join, DEADLINE_S)
-            wait_until(lambda: "waiting, because generator id 'g0' belongs to" in caplog.text, "the second generator")
+            wait_until("the second generator", lambda: "waiting, because generator id 'g0' belongs to" in caplog.text)
         assert joined.result()
 
 
@@ -291,7 +292,7 @@ def test_who_is_not_on_the_list_gets_no_answer_and_is_counted(servers, tmp_path,
     assert not is_answered(server.address, unlisted, SILENCE_S), "it would talk to another server only"
     learner = LearnerQueue(server.address, DEADLINE_S, listed)
     try:
-        wait_until(lambda: learner.status()["refused_handshakes"] >= 3, "refused handshakes to be counted")
+        wait_until("refused handshakes to be counted", lambda: learner.status()["refused_handshakes"] >= 3)
         assert learner.status()["malformed"] == 0
     finally:
         learner.close()

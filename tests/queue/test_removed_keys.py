@@ -22,8 +22,9 @@ from async_rl.weights.channel.receiver import Receiver
 from async_rl.weights.scheduler import DropAction
 from async_rl.weights.staging import Staging
 from async_rl.weights.tcp.protocol import make_request
+from tests.end_to_end.harness import wait_until
 from tests.queue.builders import make_config
-from tests.queue.conftest import DEADLINE_S, wait_until
+from tests.queue.conftest import DEADLINE_S
 from tests.weights.test_scheduler import deliver, rounds_with
 
 GONE_S = 5.0
@@ -66,22 +67,22 @@ def test_the_queue_server_answers_a_removed_client_no_more_and_all_others(server
         closing(LearnerQueue(server.address, DEADLINE_S, key_of(keys, "client"))) as other,
     ):
         silent.post(Ping())
-        wait_until(lambda: bool(silent.poll(0.05)), "the only answer to the silent one")
+        wait_until("the only answer to the silent one", lambda: bool(silent.poll(0.05)))
 
         def is_answered() -> bool:
             assert other.ping() == ""
             removed.post(Ping())
             return bool(removed.poll(0.05))
 
-        wait_until(is_answered, "the first answer")
+        wait_until("the first answer", is_answered)
         put_back = remove(keys, "node7")
         assert 0 < asked_until_gone(is_answered) < GONE_S
-        wait_until(lambda: not removed.poll(0.05) and "refuses the key" in removed.link.trouble, "the refusal")
+        wait_until("the refusal", lambda: not removed.poll(0.05) and "refuses the key" in removed.link.trouble)
         # It sent nothing, so no message showed its key again; notices would still have reached it.
         assert not silent.poll(0.0)
         assert not silent.link.is_connected
         put_back()
-        wait_until(is_answered, "an answer under the listed key")
+        wait_until("an answer under the listed key", is_answered)
     server.process.send_signal(signal.SIGTERM)
     assert "the key of client 'node7'" in server.process.communicate(timeout=20)[1]
 
@@ -123,7 +124,7 @@ def test_a_removed_generator_gets_no_more_versions_and_the_others_all(keys: Path
         assert came("client", 0)
         assert came("node7", 0)
         put_back = remove(keys, "node7")
-        wait_until(lambda: publisher.stats().members == 1, "the removed one to be dropped")
+        wait_until("the removed one to be dropped", lambda: publisher.stats().members == 1)
         assert "generator node7 gets no more weights" in caplog.text
         publish(1)
         assert came("client", 1)
@@ -146,7 +147,7 @@ def test_a_pull_of_a_removed_generator_breaks_off(keys: Path):
         mine = control.keys_towards(server_key, key_of(keys, "node7"))
         member = control.PublisherSocket(address, mine)
         stack.callback(member.leave)
-        wait_until(lambda: member.receive() is None and member.is_connected, "the connection")
+        wait_until("the connection", lambda: member.receive() is None and member.is_connected)
         assert member.send(control.Join("node7", "127.0.0.1", 1, [], 1, ""))
         offered: list[control.Pull] = []
 
@@ -156,7 +157,7 @@ def test_a_pull_of_a_removed_generator_breaks_off(keys: Path):
                 offered.append(message)
             return bool(offered)
 
-        wait_until(is_offered, "the offer of a pull")
+        wait_until("the offer of a pull", is_offered)
         (pull,) = offered
         with socket.create_connection(("127.0.0.1", pull.port)) as connection:
             connection.sendall(make_request(pull.token, [0]).encode())
@@ -169,7 +170,7 @@ def test_a_pull_of_a_removed_generator_breaks_off(keys: Path):
                 member.send(control.Heartbeat(int(time.monotonic())))
                 return publisher.stats().members == 0
 
-            wait_until(is_dropped, "the removed one to be dropped")
+            wait_until("the removed one to be dropped", is_dropped)
             connection.settimeout(GONE_S)
             received = 0
             while data := _received(connection):

@@ -39,8 +39,9 @@ from async_rl.queue.server.lifetime import Lifetime
 from async_rl.queue.server.start import answering_run, ensure_queue
 from async_rl.records import Sampling
 from async_rl.run.queue_files import read_record
+from tests.end_to_end.harness import wait_until
 from tests.queue.builders import LINEAGE, ack, all_trained, announce, group, leases, make_config, make_state, put, take
-from tests.queue.conftest import ROOT, attach, dealer, wait_until
+from tests.queue.conftest import ROOT, attach, dealer
 
 
 def events_until(queue, kind, count: int = 1) -> list:
@@ -51,7 +52,7 @@ def events_until(queue, kind, count: int = 1) -> list:
         heard.extend(queue.poll(1.0))
         return sum(isinstance(event, kind) for event in heard) >= count
 
-    wait_until(enough, f"{count} of {kind}")
+    wait_until(f"{count} of {kind}", enough)
     return heard
 
 
@@ -106,7 +107,7 @@ def test_a_generator_that_leaves_hands_its_leases_back_before_it_is_closed(serve
     assert len(learner.status()["leases"]) == 2
     generator.leave()
     generator.leave()
-    wait_until(lambda: learner.status()["leases"] == [], "the leases to be handed back")
+    wait_until("the leases to be handed back", lambda: learner.status()["leases"] == [])
     assert learner.status()["stream"]["requeued"] == 2
 
 
@@ -129,7 +130,7 @@ def test_a_begun_take_is_answered_while_other_requests_are_made(servers, tmp_pat
     # The batch is on its way or here; requests made meanwhile get their own answers.
     assert learner.ping() == "run"
     assert learner.status()["run_id"] == "run"
-    wait_until(lambda: learner.is_take_answered, "the batch")
+    wait_until("the batch", lambda: learner.is_take_answered)
     batch = learner.take("line-a", 0, 0, 5.0)
     assert isinstance(batch, Batch)
     assert [taken.prompt.position for taken in batch.groups] == [0, 1]
@@ -325,7 +326,7 @@ def test_status_shows_who_holds_what(servers, tmp_path):
     generator.hello(10.0, "fake", "host-1")
     (lease,) = get_leases(generator, count=1)
     generator.heartbeat({lease.lease_id: 5}, GeneratorStats(max_running=4, num_tokens=5), "no answer from 10.0.0.1:1")
-    wait_until(lambda: generator.poll(0.1) is not None and not generator.heartbeat_outstanding, "an answer")
+    wait_until("an answer", lambda: generator.poll(0.1) is not None and not generator.heartbeat_outstanding)
     status = learner.status()
     assert (status["run_id"], status["step"], status["version"], status["num_steps"]) == ("run", 0, 0, 3)
     (shown,) = status["leases"]

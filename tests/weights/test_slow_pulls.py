@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 
 import pytest
@@ -16,14 +15,8 @@ from async_rl.weights.channel.receiver import Receiver
 from async_rl.weights.control import Heartbeat, Join, PublisherSocket, Pull, parse_channel
 from async_rl.weights.manifest import manifest_from_fields
 from async_rl.weights.tcp.protocol import make_request
+from tests.end_to_end.harness import wait_until
 from tests.weights.test_tcp import DEADLINE_S, Plane, a_plane, arrived, assert_same, model
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 class Puller:
@@ -33,7 +26,7 @@ class Puller:
         address, _ = parse_channel(plane.publisher.address)
         self._socket = PublisherSocket(address, None)
         self.host = address.removeprefix("tcp://").rpartition(":")[0]
-        until(lambda: self._socket.send(Join(name, self.host, 1, [], 1, "", 0)))
+        wait_until("the connection", lambda: self._socket.send(Join(name, self.host, 1, [], 1, "", 0)))
         self.pulls: list[Pull] = []
 
     def say(self, pulled_bytes: int) -> None:
@@ -82,7 +75,7 @@ def test_slow_and_lying_members_keep_the_newest_version_from_nobody(reads: str, 
             if version < 3:
                 (other,) = stack.enter_context(pulling(plane, f"other {version}"))
                 others.append(other)
-                until(other.receive)
+                wait_until("the offer of a pull", other.receive)
                 assert other.pulls[0].manifest["version"] == version
                 if reads == "a little":
                     connection = stack.enter_context(other.request(other.pulls[0], 1 << 12))
@@ -94,7 +87,10 @@ def test_slow_and_lying_members_keep_the_newest_version_from_nobody(reads: str, 
             assert_same(arrived(honest, version + 1), model(version + 1))
         assert len(plane.staging._slots) == 3
         # They pull the newest, or one older version.
-        until(lambda: len({other.receive()[-1].manifest["version"] for other in others} | {12}) <= 2)
+        wait_until(
+            "pulls of two versions at most",
+            lambda: len({other.receive()[-1].manifest["version"] for other in others} | {12}) <= 2,
+        )
 
 
 def test_what_counts_as_pulled_is_what_has_reached_the_member():
@@ -102,22 +98,22 @@ def test_what_counts_as_pulled_is_what_has_reached_the_member():
     with a_plane() as plane, pulling(plane, "other") as (other,):
         staged = plane.publish(0, {"w": torch.zeros(size, dtype=torch.uint8)})
         assert staged.manifest.size_bytes == size
-        until(other.receive)
+        wait_until("the offer of a pull", other.receive)
         (member,) = plane.publisher._scheduler.members.values()
         other.say(1 << 40)
         with other.request(other.pulls[0], 1 << 16) as connection:
-            until(lambda: member.pulled_bytes)
+            wait_until("what it has read", lambda: member.pulled_bytes)
             # Its kernel has doubled the window. It has read nothing.
             assert member.pulled_bytes <= 2 << 16
             read_exactly(connection.recv, 1 << 20)
-            until(lambda: member.pulled_bytes >= 1 << 20)
+            wait_until("what it has read", lambda: member.pulled_bytes >= 1 << 20)
             assert member.pulled_bytes <= (1 << 20) + (2 << 16)
             read_exactly(connection.recv, 1 << 20)
-            until(lambda: member.pulled_bytes == size)
+            wait_until("what it has read", lambda: member.pulled_bytes == size)
         # To ask for it again counts once more, for buckets that arrive corrupt.
         for _ in range(4):
             before = member.pulled_bytes
             with other.request(other.pulls[0], 1 << 20) as connection:
                 read_exactly(connection.recv, size)
-                until(lambda before=before: member.pulled_bytes > before or before == 2 * size)
+                wait_until("what it has read", lambda before=before: member.pulled_bytes > before or before == 2 * size)
         assert size < member.pulled_bytes <= 2 * size

@@ -19,6 +19,7 @@ from async_rl.weights.channel.publisher import Publisher
 from async_rl.weights.control import CollectiveOffer, Join, PublisherSocket, parse_channel
 from async_rl.weights.manifest import digest_bytes
 from async_rl.weights.staging import StagedVersion, Staging
+from tests.end_to_end.harness import wait_until
 from tests.weights.conftest import ReceiverProcess, a_publisher
 
 DEADLINE_S = 12.0
@@ -147,10 +148,7 @@ def test_an_announced_digest_that_differs_from_the_offered_one_is_refused(publis
     staged = staging().stage("forged", 5, iter(tensors(5).items()))
     publisher.publish(staged)
     receiver.follow(Announcement("forged", 5, "0" * 32, publisher.address))
-    deadline = time.monotonic() + DEADLINE_S
-    while publisher.stats().corrupt == 0:
-        assert time.monotonic() < deadline
-        publisher.wait(5, 0.05, num_members=1)
+    wait_until("the refusal", lambda: publisher.wait(5, 0.05, num_members=1) or publisher.stats().corrupt)
     assert publisher.stats().pulled_bytes == 0
 
 
@@ -172,10 +170,7 @@ def test_a_broadcaster_that_dies_again_and_again_is_left_alone_and_all_pull(
     assert publisher.wait(0, DEADLINE_S, num_members=1)
     collective: Any = publisher._manager._collective
     os.kill(collective._server.pid, signal.SIGKILL)
-    deadline = time.monotonic() + DEADLINE_S
-    while publisher.stats().can_collect:
-        assert time.monotonic() < deadline
-        publisher.wait(0, 0.05, num_members=9)
+    wait_until("its end", lambda: publisher.wait(0, 0.05, num_members=9) or not publisher.stats().can_collect)
     for version in (1, 2):
         publisher.publish(buffers.stage("given up", version, iter(tensors(version).items())))
         assert receiver.version(version)["tensors"] == digests(tensors(version))

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from async_rl.errors import ConfigError
 from async_rl.process.user_code import check_allowed_command
 from async_rl.records import AgentSession
+from tests.clock import Clock
 from tests.end_to_end.harness import state_of
 from tests.extensions.agents.programs import generate
 from tests.extensions.agents.world import DEADLINE_S, PROGRAM, World, failure_of, rollout_of
@@ -26,14 +27,6 @@ from tests.generator.scripted import END, ScriptedBackend
 
 def script(index: int, turn: int) -> str:
     return ["look", "done", "more"][turn % 3]
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @contextmanager

@@ -17,8 +17,9 @@ from async_rl.config.generator import EnvironmentConfig
 from async_rl.extensions.agents.front.process import Front
 from async_rl.extensions.agents.outside_programs import OutsidePrograms
 from async_rl.net.keys import ClientKeys, ServerKeys, make_keys
+from tests.clock import Clock
 from tests.extensions.agents.programs import Request, RunningProxy, a_proxy, a_relay, generate
-from tests.extensions.agents.test_agent_rollouts import Clock, script
+from tests.extensions.agents.test_agent_rollouts import script
 from tests.extensions.agents.world import PROGRAM, Turns, failure_of, rollout_of
 from tests.generator.leases import make_lease
 from tests.generator.scripted import ScriptedBackend
