@@ -13,9 +13,19 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from async_rl.config.generator import GeneratorConfig
-from async_rl.errors import ModelError, WeightsError
+from async_rl.errors import ModelError
 from async_rl.generator.hf.backend import TransformersBackend
 from async_rl.sampling_mask import SamplingMask, contains
+from tests.generator.backend_checks import (
+    CUTS,
+    PROMPTS,
+    assert_scored_by,
+    check_cut,
+    check_ends,
+    check_greedy,
+    check_nan,
+    check_stops,
+)
 from tests.generator.leases import make_lease, run_all, submit
 from tests.generator.tiny_model import CHARACTERS, TEMPLATE, make_model, scores, weights_of, write_model
 from tests.learner.tiny import add_token
@@ -23,7 +33,6 @@ from tests.learner.tiny import add_token
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 EOS = 1
-PROMPTS = ["1+1", "what is 23+4", "7", "a longer prompt than the others are"]
 
 
 @pytest.fixture(scope="module")
@@ -45,28 +54,6 @@ def make_backend(directory: Path) -> Callable[..., TransformersBackend]:
         return backend
 
     return make
-
-
-@torch.no_grad()
-def greedy_loop(model: torch.nn.Module, prompt_ids: np.ndarray, max_new_tokens: int) -> list[int]:
-    ids = prompt_ids.tolist()
-    for _ in range(max_new_tokens):
-        ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
-        if ids[-1] == EOS:
-            break
-    return ids[len(prompt_ids) :]
-
-
-def test_greedy_equals_a_plain_loop_of_full_forward_passes(make_backend):
-    backend, model = make_backend(max_running=3), make_model(0)
-    for i, prompt in enumerate(PROMPTS):
-        submit(backend, str(i), prompt, group_size=1, temperature=0.0, max_new_tokens=20)
-    finished = run_all(backend)
-    for i in range(len(PROMPTS)):
-        sampled = finished[str(i), 0]
-        assert sampled.token_ids.tolist() == greedy_loop(model, sampled.prompt_ids, 20)
-        # Greedy tokens are scored by the distribution at temperature 1.
-        np.testing.assert_allclose(sampled.logprobs, scores(model, sampled), atol=1e-5)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.6])
@@ -131,93 +118,19 @@ def test_with_recompute_every_token_scores_as_a_full_forward_pass_of_its_version
     assert backend.activate(4, weights_of(models[4])) > 0
     finished += run_all(backend).values()
     assert len(finished) == 8
-    for sampled in finished:
-        for version in set(sampled.versions.tolist()):
-            of_version = sampled.versions == version
-            expected = scores(models[version], sampled)[of_version]
-            np.testing.assert_allclose(sampled.logprobs[of_version], expected, atol=1e-5)
-    assert sum(set(s.versions.tolist()) == {3, 4} for s in finished) >= 3
+    assert assert_scored_by(models, finished) >= 3
 
 
-def test_answers_end_at_eos_which_is_kept_and_at_the_length_limit(make_backend):
-    backend = make_backend(max_running=8)
-    submit(backend, "a", group_size=40, temperature=2.0, max_new_tokens=30)
-    finished = run_all(backend)
-    reasons = {s.finish_reason for s in finished.values()}
-    assert reasons == {"stop", "length"}
-    for sampled in finished.values():
-        ids = sampled.token_ids.tolist()
-        if sampled.finish_reason == "stop":
-            assert ids.index(EOS) == len(ids) - 1
-        else:
-            assert len(ids) == 30
-            assert EOS not in ids
-        assert "<eos>" not in sampled.text
-        assert sampled.text == "".join(CHARACTERS[i - 3] for i in ids if i > 2)
+def test_it_does_what_every_engine_must_do(make_backend):
+    check_greedy(make_backend(), make_model(0))
+    check_ends(make_backend(), EOS)
+    check_stops(make_backend())
+    check_nan(make_backend(), weights_of(make_model(1)))
 
 
-def test_a_stop_string_ends_the_answer_and_stays_in_the_text(make_backend):
-    plain, stopping = make_backend(max_running=8), make_backend(max_running=8)
-    submit(plain, "a", group_size=8, max_new_tokens=40, temperature=2.0)
-    finished = run_all(plain)
-    text = max((s.text for s in finished.values()), key=len)
-    stop = text[5:7]
-    submit(stopping, "a", group_size=8, max_new_tokens=40, temperature=2.0, stop=(stop, "never said"))
-    for key, sampled in run_all(stopping).items():
-        whole = finished[key].text
-        if stop in whole:
-            assert sampled.finish_reason == "stop"
-            assert sampled.text == whole[: whole.index(stop) + 2]
-        else:
-            assert sampled.text == whole
-            assert sampled.finish_reason == finished[key].finish_reason
-
-
-def kept_tokens(row: np.ndarray, *, min_p: float = 0.0, top_k: int = 0, top_p: float = 1.0) -> np.ndarray:
-    """The ids that a distribution is cut to, by hand: min-p comes first, top-p is of what the others kept."""
-    kept = np.argsort(-row)[: int((row >= min_p * row.max()).sum())]
-    kept = kept[:top_k] if top_k else kept
-    # The shortest head of the ordered distribution whose sum reaches top-p.
-    return kept[: int(np.searchsorted(np.cumsum(row[kept] / row[kept].sum()), top_p)) + 1] if top_p < 1 else kept
-
-
-@pytest.mark.parametrize("cut", [{"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.2}, {"min_p": 0.2, "top_p": 0.6}], ids=str)
+@pytest.mark.parametrize("cut", CUTS, ids=str)
 def test_a_cut_distribution_is_the_one_that_was_sampled_and_scored(make_backend, cut: dict[str, Any]):
-    backend, model = make_backend(max_running=8), make_model(0)
-    submit(backend, "a", group_size=4, max_new_tokens=12, seed=1, **cut)
-    submit(backend, "greedy", group_size=1, temperature=0.0, max_new_tokens=12, **cut)
-    for (lease_id, _), sampled in run_all(backend).items():
-        if lease_id == "greedy":
-            assert sampled.sampling_mask is None
-            continue
-        ids = torch.tensor(np.concatenate([sampled.prompt_ids, sampled.token_ids])[None].astype(np.int64))
-        with torch.no_grad():
-            probabilities = model(input_ids=ids).logits[0, len(sampled.prompt_ids) - 1 : -1].softmax(-1).numpy()
-        sizes: list[int] = []
-        for row, token, logprob in zip(probabilities, sampled.token_ids, sampled.logprobs, strict=True):
-            kept = kept_tokens(row, **cut)
-            assert token in kept
-            assert logprob == pytest.approx(float(np.log(row[token] / row[kept].sum())), abs=1e-5)
-            sizes.append(len(kept))
-        assert sampled.sampling_mask is not None
-        assert allowed_counts(sampled.sampling_mask) == sizes
-        assert contains(sampled.sampling_mask, sampled.token_ids).all()
-
-
-def test_a_stop_token_ends_the_answer_and_stays_in_it(make_backend):
-    plain, stopping = make_backend(max_running=8), make_backend(max_running=8)
-    submit(plain, "a", group_size=8, max_new_tokens=40, temperature=2.0)
-    finished = run_all(plain)
-    ends = sorted({int(sampled.token_ids[4]) for sampled in finished.values() if len(sampled.token_ids) > 4})[:2]
-    submit(stopping, "a", group_size=8, max_new_tokens=40, temperature=2.0, stop_token_ids=tuple(ends), stop=("never",))
-    num_ended = 0
-    for key, sampled in run_all(stopping).items():
-        whole = finished[key].token_ids.tolist()
-        first = next((place for place, token in enumerate(whole) if token in ends), None)
-        assert sampled.token_ids.tolist() == (whole if first is None else whole[: first + 1])
-        assert sampled.finish_reason == (finished[key].finish_reason if first is None else "stop")
-        num_ended += first is not None
-    assert num_ended
+    check_cut(make_backend(), make_model(0), cut)
 
 
 def allowed_counts(kept: SamplingMask) -> list[int]:
@@ -268,15 +181,6 @@ def test_progress_counts_sampled_tokens_by_lease(make_backend):
     for progress in ({"a": 2, "b": 1}, {"a": 4, "b": 2}, {"a": 6, "b": 3}):  # three slots: one sample of b waits
         backend.step()
         assert backend.progress() == progress
-
-
-def test_weights_that_give_nan_are_refused_at_the_first_step(make_backend):
-    backend, weights = make_backend(), weights_of(make_model(1))
-    weights["model.norm.weight"][0] = torch.nan
-    backend.activate(4, weights)
-    submit(backend, "a")
-    with pytest.raises(WeightsError, match="version 4 gives NaN"):
-        backend.step()
 
 
 def test_a_prompt_with_a_token_that_the_model_has_no_row_for_is_refused(tmp_path: Path):

@@ -12,13 +12,12 @@ import torch
 
 from async_rl.errors import ModelError, WeightsError
 from async_rl.queue.parity import ProbeSequence
-from async_rl.sampling_mask import contains
+from tests.generator.backend_checks import CUTS, PROMPTS, check_cut, check_ends, check_greedy, check_nan, check_stops
 from tests.generator.leases import run_all, submit
-from tests.generator.tiny_model import CHARACTERS, full_logprobs, scores
+from tests.generator.tiny_model import scores
 from tests.vllm.tiny import (
     EOS,
     TOLERANCE,
-    VOCABULARY,
     assert_scored_by,
     at_version_3,
     engine,
@@ -28,8 +27,6 @@ from tests.vllm.tiny import (
 )
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
-
-PROMPTS = ["1+1", "what is 23+4", "7", "a longer prompt than the others are"]
 
 
 @pytest.fixture(scope="module")
@@ -72,17 +69,6 @@ def test_logprobs_are_those_of_a_full_forward_pass_at_the_temperature(backend, t
     assert len({s.token_ids.tobytes() for s in finished.values()}) > 6
 
 
-def test_greedy_takes_the_likeliest_token_and_scores_it_at_temperature_1_beside_others(backend):
-    model = make_model(0)
-    submit(backend, "eval", PROMPTS[1], kind="eval", group_size=1, temperature=0.0, top_p=0.5, max_new_tokens=30)
-    submit(backend, "train", PROMPTS[1], group_size=4, max_new_tokens=30)
-    sampled = run_all(backend)["eval", 0]
-    logprobs = full_logprobs(model, sampled)
-    assert sampled.token_ids.tolist() == logprobs.argmax(-1).tolist()
-    np.testing.assert_allclose(sampled.logprobs, logprobs.max(-1), atol=TOLERANCE)
-    assert sampled.sampling_mask is None
-
-
 def test_seeds_are_of_lease_and_index_whoever_samples_beside(backend):
     submit(backend, "a", PROMPTS[1], group_size=3, seed=11, max_new_tokens=24)
     alone = run_all(backend)
@@ -97,65 +83,16 @@ def test_seeds_are_of_lease_and_index_whoever_samples_beside(backend):
     assert len(set(ids)) == 6
 
 
-def test_answers_end_at_eos_which_is_kept_and_at_the_length_limit(backend):
-    submit(backend, "a", group_size=40, temperature=2.0, max_new_tokens=60)
-    finished = run_all(backend)
-    assert {s.finish_reason for s in finished.values()} == {"stop", "length"}
-    for sampled in finished.values():
-        ids = sampled.token_ids.tolist()
-        if sampled.finish_reason == "stop":
-            # 5 is what generation_config.json calls an end of sequence, too, as in the transformers backend.
-            assert ids[-1] in (EOS, 5)
-            assert not {EOS, 5} & set(ids[:-1])
-        else:
-            assert len(ids) == 60
-        assert sampled.text == "".join(CHARACTERS[i - 3] for i in ids if i > 2)
+def test_it_does_what_every_engine_must_do(backend):
+    check_greedy(backend, make_model(0), TOLERANCE)
+    # 5 is what generation_config.json calls an end of sequence, too, as in the transformers backend.
+    check_ends(backend, EOS, 5)
+    check_stops(backend)
 
 
-def test_a_stop_string_or_token_ends_the_answer_and_stays_in_it(backend):
-    settings = {"group_size": 8, "max_new_tokens": 40, "temperature": 2.0, "seed": 5}
-    submit(backend, "a", **settings)
-    wholes = run_all(backend)
-    text = max((s.text for s in wholes.values()), key=len)
-    stop, token = text[5:7], int(wholes["a", 0].token_ids[2])
-    submit(backend, "a", **settings, stop=(stop, "never said"))
-    stopped = run_all(backend)
-    submit(backend, "a", **settings, stop_token_ids=(token,))
-    ended = run_all(backend)
-    assert any(stop in whole.text for whole in wholes.values())
-    for key, whole in wholes.items():
-        sampled, ids = stopped[key], whole.token_ids.tolist()
-        if stop in whole.text:
-            assert (sampled.text, sampled.finish_reason) == (whole.text[: whole.text.index(stop) + 2], "stop")
-        else:
-            assert (sampled.text, sampled.finish_reason) == (whole.text, whole.finish_reason)
-        # The tokens are those that made the text, and each has its logprob.
-        np.testing.assert_array_equal(sampled.token_ids, whole.token_ids[: len(sampled.token_ids)])
-        assert len(sampled.logprobs) == len(sampled.versions) == len(sampled.token_ids)
-        assert ended[key].token_ids.tolist() == (ids[: ids.index(token) + 1] if token in ids else ids)
-        assert ended[key].finish_reason == ("stop" if token in ids else whole.finish_reason)
-
-
-@pytest.mark.parametrize(("top_p", "top_k", "min_p"), [(0.5, 0, 0.0), (0.8, 5, 0.0), (1.0, 0, 0.3), (0.7, 4, 0.1)])
-def test_sampling_masks_are_exactly_what_min_p_top_k_and_top_p_left(backend, top_p, top_k, min_p):
-    model = make_model(0)
-    limits = {"top_p": top_p, "top_k": top_k, "min_p": min_p}
-    submit(backend, "a", group_size=4, **limits, temperature=0.9, max_new_tokens=12, seed=1)
-    for sampled in run_all(backend).values():
-        probabilities = np.exp(full_logprobs(model, sampled, 0.9).astype(np.float64))
-        assert sampled.sampling_mask is not None
-        assert contains(sampled.sampling_mask, sampled.token_ids).all()
-        for i, (row, token, logprob) in enumerate(zip(probabilities, sampled.token_ids, sampled.logprobs, strict=True)):
-            order = np.argsort(-row)[: int((row >= min_p * row.max()).sum())][: top_k or VOCABULARY]
-            share = np.cumsum(row[order]) / row[order].sum()
-            expected = set(order[: int(np.searchsorted(share, top_p)) + 1].tolist())
-            got = {
-                t
-                for t in range(VOCABULARY)
-                if contains(sampled.sampling_mask, np.full(len(sampled.sampling_mask), t, np.int32))[i]
-            }
-            assert got == expected
-            assert logprob == pytest.approx(float(np.log(row[token] / row[list(expected)].sum())), abs=TOLERANCE)
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_sampling_masks_are_exactly_what_min_p_top_k_and_top_p_left(backend, cut):
+    check_cut(backend, make_model(0), cut, TOLERANCE)
 
 
 def test_cancel_stops_the_engine_and_leaves_the_others_as_they_were(backend):
@@ -284,9 +221,4 @@ def test_what_the_engine_cannot_do_is_refused_by_name(backend):
 
 
 def test_weights_that_give_nan_are_refused_when_they_have_sampled(backend):
-    broken = weights_of(1)
-    broken["model.norm.weight"][0] = torch.nan
-    backend.activate(4, broken)
-    submit(backend, "a", max_new_tokens=4)
-    with pytest.raises(WeightsError, match="version 4 gives NaN"):
-        run_all(backend)
+    check_nan(backend, weights_of(1))

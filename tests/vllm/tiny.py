@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from async_rl.config.config import Config
 from async_rl.config.loading import parse_config
-from async_rl.generator.backend import Sampled
 from async_rl.generator.vllm.backend import VllmBackend
-from tests.generator.tiny_model import CHARACTERS, scores, write_tokenizer
+from tests.generator import backend_checks
+from tests.generator.backend_checks import VOCABULARY
+from tests.generator.tiny_model import write_tokenizer
 
-VOCABULARY = len(CHARACTERS) + 3
 EOS = 1
 DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
 TOLERANCE = 1e-5 if DEVICE == "cpu" else 2e-3
@@ -90,18 +90,4 @@ def at_version_3(started: VllmBackend) -> Iterator[VllmBackend]:
     assert started.num_running == 0
 
 
-def assert_scored_by(
-    models: Mapping[int, PreTrainedModel], finished: Iterable[Sampled], temperature: float = 1.0
-) -> int:
-    """Each token scores as in a full forward pass of the version in ``models`` that it carries. Return how many
-    sequences have tokens of several versions.
-    """
-    num_mixed = 0
-    for sampled in finished:
-        versions = np.unique(sampled.versions).tolist()
-        for version in versions:
-            of_version = sampled.versions == version
-            expected = scores(models[version], sampled, temperature)[of_version]
-            np.testing.assert_allclose(sampled.logprobs[of_version], expected, atol=TOLERANCE)
-        num_mixed += len(versions) > 1
-    return num_mixed
+assert_scored_by = partial(backend_checks.assert_scored_by, tolerance=TOLERANCE)
