@@ -1,6 +1,8 @@
 """Every shipped backend, and the example of an own one, keeps the promises of ``backend.Backend``."""
 
+import ast
 import re
+import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,9 +11,11 @@ import pytest
 from msgspec.structs import replace
 
 from async_rl.config.config import Config
+from async_rl.config.loading import load_config
 from async_rl.generator.conformance import CHECKS, ConformanceError, Subject, check_backend
 from async_rl.generator.fake import FakeBackend
 from async_rl.generator.start.backends import build_backend
+from async_rl.records import NO_VERSION
 from async_rl.routes import RoutingShape
 from tests.config.made import a_config
 from tests.generator.tiny_model import make_model, weights_of, write_model
@@ -64,6 +68,15 @@ def test_the_example_of_an_own_backend_conforms(tmp_path: Path):
     made = config(f"{EXAMPLE}:UniformBackend", allow_code=[str(EXAMPLE)])
     ran = check_backend(Subject(lambda: build_backend(made, tmp_path), is_deterministic=True))
     assert set(ran) == NAMES - NEEDS_A_MODEL - {"obeys_top_k_and_reports_what_it_left"}
+
+
+def test_the_command_in_the_example_of_an_own_backend_is_a_config(tmp_path: Path):
+    text = ast.get_docstring(ast.parse(EXAMPLE.read_text())) or ""
+    shown = text[text.index("async-rl launch CONFIG ") : text.index("\n\nThe vocabulary")].replace("\\\n", " ")
+    words = shlex.split(shown.replace("examples/uniform_backend.py", str(EXAMPLE)))[3:]
+    assert set(words[::2]) == {"--set"}
+    (tmp_path / "run.toml").write_text('[run]\ndir = "r"\n[model]\npath = "m"\n[data]\ntrain = "t.jsonl"\n')
+    assert build_backend(load_config(tmp_path / "run.toml", words[1::2]), tmp_path).version == NO_VERSION
 
 
 class Broken(FakeBackend):
