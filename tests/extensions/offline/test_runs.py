@@ -55,21 +55,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_a_run_that_dies_and_resumes_ends_with_the_same_bits(tmp_path: Path):
-    (tmp_path / "whole").mkdir()
-    train("rm", offline_config(tmp_path / "whole", "rm", **LORA))
-    config = offline_config(tmp_path, "rm", **LORA)
-
-    def die() -> None:
-        raise KeyboardInterrupt
-
-    with in_step(8, die), pytest.raises(KeyboardInterrupt):
-        train("rm", config)
-    assert len(metrics(tmp_path, "rm")) == 7
-    train("rm", config)
-    assert_same_bits(tmp_path, tmp_path / "whole", "rm")
-
-
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_the_last_step_and_the_same_command_goes_on(
     tmp_path: Path, whole: Path, caplog: pytest.LogCaptureFixture, signum: signal.Signals

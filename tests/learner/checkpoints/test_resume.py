@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from random import Random
 from typing import Any, NoReturn
 
 import pytest
@@ -22,14 +19,9 @@ from async_rl.learner.checkpoints.resume import find_resume_point, take_over
 from async_rl.learner.checkpoints.stored_tensors import TrainingState, load_training_state, write_training_state
 from async_rl.learner.export.model import export_checkpoint
 from async_rl.learner.ranks import Place, Ranks
-from tests.damage import damage
-from tests.examples import is_full
 from tests.learner.saves_at_once import SavesAtOnce, write_checkpoint
 
 RANKS = Ranks(Place(0, 0, 1), torch.device("cpu"), None)
-NUM_PLACES = 60
-SEED = 15
-
 FILE = "shard-00001-model-00001-of-00001.safetensors"
 
 
@@ -178,33 +170,3 @@ def test_a_damaged_checkpoint_is_not_exported(run_dir: Path, tmp_path: Path):
     (run_dir / "checkpoints" / "step-000004" / "engine.json").write_text("{}")
     with pytest.raises(RunError, match=r"step-000004 is damaged: .*engine\.json.*export another"):
         export_checkpoint(run_dir, tmp_path / "out")
-
-
-def survive(whole: Path, directory: Path, number: int) -> str:
-    """Damage a file, and sometimes one of the other checkpoint, and resume; what came of it."""
-    random = Random(f"{SEED} {number}")
-    shutil.copytree(whole, directory)
-    root = directory / "checkpoints"
-    files = sorted(path for path in root.rglob("*") if path.is_file())
-    hurt = random.choice(files)
-    what = [damage(hurt, random)]
-    if number % 4 == 0 and hurt.parent != root:
-        others = [path for path in files if path.relative_to(root).parts[0] != hurt.relative_to(root).parts[0]]
-        what.append(damage(random.choice([p for p in others if p.parent != root]), random))
-        with pytest.raises(RunError, match=r"no checkpoint of .* is whole: .*step-00000.*--fresh"):
-            find_resume_point(directory)
-        # The remedy: put back a copy.
-        shutil.copy2(whole / hurt.relative_to(directory), hurt)
-        end = "refused, then resumed with a copy"
-    else:
-        end = "resumed"
-    step = resume(directory)
-    assert step in (2, 4), what
-    shutil.rmtree(directory)
-    return f"{end} at step {step}"
-
-
-def test_damage_at_random_places_is_survived(run_dir: Path, tmp_path: Path):
-    places = range(NUM_PLACES if is_full() else 8)
-    ends = Counter(survive(run_dir, tmp_path / str(number), number) for number in places)
-    print(f"checkpoints: {dict(ends)}")
