@@ -109,22 +109,6 @@ def test_a_case_that_crashes_after_its_result_has_failed(tmp_path: Path, monkeyp
     assert (found["outcome"], found["detail"]) == ("FAILED", "all bytes right; but it ended with exit code -11")
 
 
-@pytest.mark.parametrize(
-    ("case", "said"),
-    [
-        ("staging", "--directory: expected a new or an empty directory, got {directory}, which has"),
-        ("attentoin", "expected cases of attention, head-gradient"),
-    ],
-)
-def test_an_unknown_case_and_a_directory_with_files_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str, said: str
-):
-    (tmp_path / "staging").mkdir()
-    with pytest.raises(SystemExit):
-        program.main(["--only", case, "--directory", str(tmp_path)])
-    assert said.format(directory=tmp_path) in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("session", ["", "setsid "])
 def test_processes_that_a_case_leaves_behind_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, session: str):
     # The case starts another process, maybe in a session of its own, and ends. Both hold the pipe's end to write.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
 from benchmarks import predicted
@@ -39,19 +37,3 @@ def test_a_pause_is_a_gather_and_the_slower_of_copies_and_digests():
     size = predicted.version_layout(TINY).size_bytes
     assert predicted.pause_parts(TINY) == (0, pytest.approx(size / 40e9))  # one rank has all, and digests are slower
     assert predicted.pause_parts(TINY._replace(num_ranks=16), 2) == pytest.approx((size / 200e9, size / 80e9))
-
-
-def test_its_tables_are_printed_and_an_unknown_shape_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    monkeypatch.setattr(predicted, "SHAPES", {"tiny": TINY._replace(num_ranks=16)})
-    for option, num_rows, num_columns in (("--parts", 3, 9), ("--versions", 1, 11)):
-        monkeypatch.setattr(sys, "argv", ["predicted", option])
-        predicted.main()
-        header, _, *rows = (line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines())
-        assert len(rows) == num_rows
-        assert {len(row) for row in (header, *rows)} == {num_columns}
-    monkeypatch.setattr(sys, "argv", ["predicted", "3B"])
-    with pytest.raises(SystemExit):
-        predicted.main()
-    assert "expected shapes of tiny, got 3B" in capsys.readouterr().err

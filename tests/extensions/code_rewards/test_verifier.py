@@ -6,9 +6,9 @@ import socket
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from async_rl.errors import AddressError, ConfigError, SandboxError, SandboxFail
 from async_rl.extensions.code_rewards import verifier
 from async_rl.extensions.code_rewards.row_tests import CodeTests, parse_tests
 from async_rl.extensions.code_rewards.verifier import PATH, RemoteJudge, VerifierServer, serve
+from tests.rewards.served_judge import Answer, Judge
 
 SERVER = CodeRewardConfig(time_limit_s=5.0, packages=(), workers=2)
 SCRIPT = parse_tests({"test_cases": {"inputs": ["1\n", "2\n", "3\n"], "outputs": ["2\n", "4\n", "6\n"]}})
@@ -41,23 +42,9 @@ def endpoint() -> Iterator[str]:
 
 
 @contextmanager
-def answering(answer: Callable[[dict[str, Any]], tuple[int, Any]]) -> Iterator[str]:
+def answering(answer: Answer) -> Iterator[str]:
     """A verifier of somebody else's."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            status, said = answer(request)
-            body = said if isinstance(said, bytes) else json.dumps(said).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server, serving(server) as url:
+    with Judge(answer) as server, serving(server) as url:
         yield url
 
 

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from async_rl.config.learner import check_offload
 from async_rl.config.loss import LossConfig
-from async_rl.errors import ConfigError, ModelError, RunError
+from async_rl.errors import ModelError, RunError
 from async_rl.learner.checkpoints.digests import find_damage, write_manifest
 from async_rl.learner.checkpoints.stored_tensors import OPTIMIZER, load_tensors
 from async_rl.learner.data.batch import along_tokens
@@ -365,14 +364,6 @@ def test_bfloat16_compute_keeps_float32_master_weights(directory: Path, tmp_path
     _, exact = gradient_of(make_engine(directory), random_sequences(3, 10), tmp_path / "float32")
     for name, gradient in exact.items():
         assert torch.nn.functional.cosine_similarity(ours[name].flatten(), gradient.flatten(), dim=0) > 0.99
-
-
-def test_offloading_on_a_cpu_or_without_a_reference_is_refused(directory: Path):
-    with pytest.raises(ConfigError, match=r'learner.offload: expected "none" for a learner on the CPU, got "all"'):
-        make_engine(directory, {"learner": {"offload": "all"}})
-    with pytest.raises(ConfigError, match=r'learner.offload = "reference": expected a reference model of its own'):
-        check_offload("reference", "cuda", has_reference=False)
-    check_offload("reference", "cuda", has_reference=True)
 
 
 def test_an_offloaded_engine_takes_the_same_steps(
