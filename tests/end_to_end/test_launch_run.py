@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from async_rl.data.chat import load_tokenizer
-from tests.end_to_end.harness import ROOT, check_ledger, metrics, processes_of, roles, steps, wait_until, write_config
+from tests.end_to_end.harness import ROOT, check_ledger, processes_of, roles, steps, wait_until, write_config
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
 from tests.extensions.agents.byte_model import byte_model, byte_tokenizer
 from tests.run.test_prometheus import free_port, scraped
@@ -55,20 +54,6 @@ def test_nothing_is_left_when_launch_is_killed_and_the_same_command_goes_on(tmp_
     )
     assert steps(run_dir) == list(range(1, NUM_STEPS + 1))
     check_ledger(run_dir)
-
-
-@pytest.mark.slow
-def test_a_gpu_recipe_trains_two_steps_on_the_cpu_with_a_tiny_model_and_batch(tmp_path: Path):
-    raw = tomllib.loads((ROOT / "configs/not_run_yet/one_node_8gpu.toml").read_text())
-    tiny = tiny_config(tmp_path, write_tiny_task(tmp_path), learner={"steps": 2, "nproc": 2}, generator={"count": 2})
-    for section, keys in tiny.items():
-        raw[section] = {**raw.get(section, {}), **keys}
-    del raw["learner"]["devices"], raw["generator"]["devices"]
-    raw["eval"]["every"] = 0
-    with roles(tmp_path / "logs") as start:
-        start("launch", "launch", str(write_config(tmp_path / "config.toml", raw))).succeed()
-    assert steps(tmp_path / "run") == [1, 2]
-    assert [row["step"] for row in metrics(tmp_path / "run") if "version" not in row] == [0, 2]
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from tests.end_to_end.harness import check_ledger, metrics, roles, steps, write_
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
 from tests.learner.rank_layouts import LAYOUTS, LORA, layout_weights, model_for
 
-IN_CI = ("tensor 2", "pipeline 2")
+IN_CI: dict[str, dict[str, Any]] = {"tensor 2": {}, "pipeline 2": {"lora": {**LORA["lora"], "publish": "adapters"}}}
 NUM_STEPS = 3
 
 
@@ -26,6 +26,8 @@ def layout_run(root: Path, name: str, **changes: Any) -> list[dict[str, Any]]:
         **changes,
         learner={"steps": NUM_STEPS, "nproc": size},
         parallel=parallel,
+        # From 1.4 to 1.0 over 2 versions: 0.2 a version.
+        sampling={"top_p": 0.7, "temperature": 1.4, "temperature_end": 1.0, "temperature_steps": 2},
         queue={"max_staleness": 0},
         optimizer={"lr": 1e-2},
         checkpoint={"every": 2},
@@ -43,6 +45,7 @@ def layout_run(root: Path, name: str, **changes: Any) -> list[dict[str, Any]]:
 
 def check_run(rows: list[dict[str, Any]]) -> None:
     """What the generator says of a token is what the learner says of it, from the first step to the last."""
+    assert [row["temperature"] for row in rows] == pytest.approx([1.4, 1.2, 1.0])
     for row in rows:
         assert (row["ratio/mean"], row["ratio/max"], row["ratio/ess"]) == pytest.approx((1.0, 1.0, 1.0), abs=1e-5)
         assert row["grad_norm"] > 0
@@ -52,7 +55,7 @@ def check_run(rows: list[dict[str, Any]]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", IN_CI)
 def test_a_run_samples_trains_evaluates_and_exports(tmp_path: Path, name: str):
-    check_run(layout_run(tmp_path, name))
+    check_run(layout_run(tmp_path, name, **IN_CI[name]))
 
 
 @pytest.mark.slow
