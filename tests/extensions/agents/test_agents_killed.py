@@ -15,7 +15,7 @@ import pytest
 
 from tests.end_to_end.faults_harness import FaultRun, fault_config, fault_run, judge
 from tests.end_to_end.harness import command_lines, state_of, wait_until, write_config
-from tests.extensions.agents.test_agents_run import CLIENT
+from tests.extensions.agents.world import HEAD
 from tests.fault_points import AGENT_FAULT_POINTS, FAULT_POINTS
 from tests.processes import parent_of
 
@@ -27,7 +27,7 @@ MODULES = {
     "front": "async_rl.extensions.agents.front.server",
     "fork_server": "async_rl.extensions.agents.programs.fork_server",
 }
-HEAD = '''
+PLAYS = '''
 import http.client, subprocess
 from pathlib import Path
 
@@ -128,7 +128,7 @@ def killed_run(
     """
     playing, agent = directory / "playing", directory / "agent.py"
     playing.mkdir()
-    agent.write_text(CLIENT + HEAD + source)
+    agent.write_text(HEAD + PLAYS + source)
     config = fault_config(directory, num_rows=NUM_ROWS, poison=poison, queue={"max_staleness": 16})
     raw = tomllib.loads(config.read_text())
     raw["data"].pop("eval")

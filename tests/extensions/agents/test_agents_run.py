@@ -17,27 +17,8 @@ from tests.end_to_end.harness import (
     write_config,
 )
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
+from tests.extensions.agents.world import HEAD
 
-CLIENT = '''
-"""Agents that call the token endpoint with the standard library alone."""
-import asyncio, json, os, urllib.error, urllib.request
-
-
-def post(task, token_ids, **params):
-    """The status, and the answer or the error."""
-    body = json.dumps({"token_ids": token_ids, "sampling_params": params}).encode()
-    url = task.base_url.removesuffix("/v1") + "/inference/v1/generate"
-    try:
-        with urllib.request.urlopen(urllib.request.Request(url, body), timeout=60) as reply:
-            return 200, json.load(reply)["choices"][0]
-    except urllib.error.HTTPError as error:
-        return error.code, json.load(error)["error"]
-
-
-async def ask(task, token_ids, **params):
-    return await asyncio.to_thread(post, task, token_ids, **params)
-
-'''
 FAKE: dict[str, dict[str, Any]] = {
     "experimental": {"fake": {"mean_tokens": 4.0, "step_time_s": 0.01, "vocab_size": 20}},
     "sampling": {"group_size": 4, "max_new_tokens": 48, "max_prompt_tokens": 16},
@@ -62,7 +43,7 @@ async def run(task):
 def write_agent_run(directory: Path, source: str, **changes: dict[str, Any]) -> Path:
     """A run of ``tiny_config`` whose rollouts are played by the agent ``run`` of ``source``."""
     agent = directory / "agent.py"
-    agent.write_text(CLIENT + source)
+    agent.write_text(HEAD + source)
     config = tiny_config(
         directory,
         write_tiny_task(directory),

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
 import sys
 import tomllib
 from collections.abc import Callable
@@ -15,11 +12,9 @@ import pytest
 
 from async_rl.launch.status import ask_status
 from async_rl.net.keys import ClientKeys, make_keys
-from tests.end_to_end.faults_harness import fault_config, fault_run, trained_rows
-from tests.end_to_end.harness import Role, processes_of, roles, steps, wait_until, write_config
+from tests.end_to_end.harness import Role, roles, steps, wait_until, write_config
 from tests.extensions.agents.test_agents_run import FAKE, settled, trained_calls, write_agent_run
 from tests.extensions.agents.test_outside import PROGRAM
-from tests.forked_roles import command_line
 from tests.ports import free_address
 
 THREE_CALLS = (
@@ -93,42 +88,3 @@ def test_programs_on_another_machine_play_a_run_which_waits_for_them(tmp_path: P
     counts = trained_calls(tmp_path / "run")
     assert counts["lost"] == 0
     assert counts["continued"] == 2 * counts["first"] == 2 * counts["sessions"] > 0
-
-
-@pytest.mark.long
-@pytest.mark.timeout(900)
-def test_agent_machines_and_relays_that_are_killed_train_nothing_twice(tmp_path: Path):
-    num_rows = 80
-    config = fault_config(tmp_path, num_rows=num_rows, queue={"on_stale": "mask"})
-    raw = tomllib.loads(config.read_text())
-    raw["data"].pop("eval")
-    raw["sampling"]["max_new_tokens"] = 60
-    raw["queue"]["max_attempts"] = 50
-    write_config(config, raw)
-    queue, _ = with_relay(tmp_path, config, environment={"timeout_s": 5.0})
-    with fault_run(tmp_path, config) as run, roles(tmp_path / "agents") as start:
-        agents = [start_agent(start, tmp_path, queue, THREE_CALLS, f"agent-{number}") for number in range(2)]
-        run.launch()
-        for number, victim in enumerate(("agent", "relay", "front", "agent", "relay")):
-            run.await_step(run.last_step() + 3)
-            if victim == "agent":
-                agents[0].kill()
-                agents = [agents[1], start_agent(start, tmp_path, queue, THREE_CALLS, f"new-agent-{number}")]
-            else:
-                os.kill(
-                    wait_until(f"a {victim}", run.tended(lambda victim=victim: _pid_of(run.marker, victim))),
-                    signal.SIGKILL,
-                )
-            print(f"step {run.last_step()}: killed the {victim}", flush=True)
-        assert not run.is_finished
-        run.finish(deadline_s=400)
-        for agent in agents:
-            agent.succeed(60.0)
-    trained = [position for row in trained_rows(run.run_dir) for position, _ in row["groups"]]
-    assert sorted(trained) == list(range(num_rows))
-    print(json.dumps(settled(run.run_dir)["groups"]))
-
-
-def _pid_of(marker: str, victim: str) -> int | None:
-    words = {"relay": "relay", "front": "async_rl.extensions.agents.front.server"}
-    return next((pid for pid in processes_of(marker) if words[victim] in command_line(pid)), None)
