@@ -11,7 +11,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -234,40 +234,44 @@ class LiveView(_View):
         self._live.stop()
 
     def _draw(self, processes: Sequence[ProcessStatus]) -> RenderableType:
-        progress, row = self._progress, self._progress.step_row
         table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
         table.add_column(style="bold")
         table.add_column()
+        for label, text in self._rows(processes):
+            # As Text: what stands in square brackets, as a section of a config, is no markup.
+            table.add_row(Text(visible(label)), Text(visible(text)))
+        return Group(table, _processes_text(processes)) if processes else table
+
+    def _rows(self, processes: Sequence[ProcessStatus]) -> Iterator[tuple[str, str]]:
+        progress, row = self._progress, self._progress.step_row
         step = row.get("step", 0)
         eta = f", ETA {duration(progress.eta_s)}" if progress.eta_s else ""
         so_far = duration(time.monotonic() - self._started_at)
-        table.add_row("step", f"{step}/{progress.num_steps}, {so_far} so far{eta}")
+        yield "step", f"{step}/{progress.num_steps}, {so_far} so far{eta}"
         if processes and not progress.is_training:
-            for name, message in newest_messages(self._logs).items():
-                table.add_row(name, visible(message))
+            yield from newest_messages(self._logs).items()
         status = self._poller.latest if self._poller is not None and not self._has_queue_ended else {}
         if evaluations := status.get("evaluations", ()):
-            table.add_row("evaluating", ", ".join(evaluations))
+            yield "evaluating", ", ".join(evaluations)
         for figures in step_figures(row | self._queue_figures()):
             labels, texts = zip(*figures, strict=True)
-            table.add_row(", ".join(labels), ", ".join(texts))
+            yield ", ".join(labels), ", ".join(texts)
         if self._poller is not None and self._poller.error and not self._has_queue_ended:
-            table.add_row("queue server", f"no answer: {self._poller.error.splitlines()[0]}")
+            yield "queue server", f"no answer: {self._poller.error.splitlines()[0]}"
         if row and (text := who_waits(progress.rows)):
-            table.add_row("who waits for whom", text)
+            yield "who waits for whom", text
         troubles = by_trouble(generator_troubles(status.get("generators", ())))
         for generator_ids, trouble in list(troubles.items())[:_MAX_TROUBLES]:
-            table.add_row("problem", f"generator {generator_ids}: {trouble}")
+            yield "problem", f"generator {generator_ids}: {trouble}"
         if trouble := status.get("learner_trouble"):
-            table.add_row("problem", visible(trouble))
+            yield "problem", trouble
         for note in self._hints.health.notes if processes else ():  # at the end the lines above have them
-            table.add_row("problem", f"step {note.step}: {note.finding}")
+            yield "problem", f"step {note.step}: {note.finding}"
         if waits := _waits_text(status.get("waits", ())):
-            table.add_row("waiting", waits)
+            yield "waiting", waits
         for dataset, points in progress.evals.items():
             shown = points if len(points) <= 5 else [points[0], *points[-4:]]
-            table.add_row(f"eval {dataset}", "  ".join(f"{accuracy:.3f} @{at}" for at, accuracy in shown))
-        return Group(table, _processes_text(processes)) if processes else table
+            yield f"eval {dataset}", "  ".join(f"{accuracy:.3f} @{at}" for at, accuracy in shown)
 
     def _queue_figures(self) -> Row:
         """Return what the queue server says now about figures that the row of a step has, too."""

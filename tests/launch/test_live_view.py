@@ -258,12 +258,12 @@ def table_of(tmp_path: Path, *rows: dict[str, float], members: Sequence[ProcessS
 
 def test_the_table_shows_step_members_evaluations_and_who_waits_for_whom(tmp_path: Path):
     shares = {"idle/learner": 0.0, "idle/generators": 0.45, "idle/leases": 0.4, "idle/spare": 0.6}
-    rows = ({"step": 0, "eval/gsm8k/accuracy": 0.5}, a_row(1, **{"reward/mean": 1.0, "time/step_s": 1.0}, **shares))
+    rows = ({"step": 0, "eval/a [b]/accuracy": 0.5}, a_row(1, **{"reward/mean": 1.0, "time/step_s": 1.0}, **shares))
     members = [ProcessStatus("queue", "running", 0), ProcessStatus("generator-0", "restarting", 2)]
     table = " ".join(table_of(tmp_path, *rows, members=members).split())
     for shown in (
         "1/10",
-        "0.500 @0",
+        "eval a [b] 0.500 @0",
         "queue: running",
         "generator-0: restarting, 2 restarts",
         "idle learner 0%, generators 45% (40% for leases) who waits for whom generators have 60% to spare",
