@@ -57,16 +57,6 @@ class ModelConfig(Section):
         "it. Only for models with experts.",
     )
 
-    @field_validator("gradient_checkpointing", mode="before")
-    @classmethod
-    def _was_a_switch(cls, value: object) -> object:
-        if isinstance(value, bool):
-            new = "full" if value else "none"
-            raise ValueError(
-                f'expected "none", "selective" or "full", got {str(value).lower()}, which is now "{new}"; write that'
-            )
-        return value
-
 
 class LoraConfig(Section):
     """Low-rank adapters: a layer's W becomes W + alpha / rank * B A, and only A and B are trained."""

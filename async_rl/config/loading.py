@@ -37,16 +37,6 @@ _ROUTER_KEYS = (
     "router_z_loss_coef", "update_router_bias",
 )  # fmt: skip
 """Names under which a user may ask for a loss of the routers or for updates of their bias, in any section."""
-_REPLACED: Mapping[str, str] = {
-    "log.wandb": 'set log.to = ["wandb"] instead, with log.wandb_mode = "online" or "offline"; log.to = [] is off',
-    "learner.audit": "remove it: log-probabilities are not audited any more; learner.audit_rewards is the share of the "
-    "trained groups whose rewards are graded again",
-    **dict.fromkeys(
-        ("queue.adaptive", "experimental.adaptive_min_ess", "experimental.adaptive_max_kl"),
-        'remove it: queue.run_ahead = "auto" keeps data younger than a bound that lowers itself did',
-    ),
-}
-"""Key of an older version -> what replaces it."""
 _EXPECTED: Mapping[str, str] = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
@@ -121,45 +111,16 @@ def default_config(overrides: Iterable[str] = ()) -> Config:
 
 
 def load_run_config(path: Path, overrides: Iterable[str] = ()) -> Config:
-    """Read the config that async-rl has written to the run directory's file ``path``, maybe by an older version, and
-    apply the ``--set`` options in ``overrides``.
+    """Read the config that async-rl has written to the run directory's file ``path``, and apply the ``--set`` options
+    in ``overrides``.
 
     Raises:
         ConfigError: as ``load_config``.
     """
     raw = read_toml(path)
-    renew(raw)
     for override in overrides:
         apply_override(raw, override)
     return parse_config(raw, str(path))
-
-
-def renew(raw: Mapping[str, Any]) -> None:
-    """Replace values in ``raw``, the config of a run, that older versions have written by those that mean the same now.
-
-    In a config that a user writes for a new run they are refused, with the new value.
-    """
-    model = raw.get("model")
-    if isinstance(model, dict) and isinstance(switch := model.get("gradient_checkpointing"), bool):
-        model["gradient_checkpointing"] = "full" if switch else "none"
-    log = raw.get("log")
-    if isinstance(log, dict) and (mode := log.pop("wandb", "off")) != "off":
-        log |= {"to": ["wandb"], "wandb_mode": mode}
-    learner = raw.get("learner")
-    if isinstance(learner, dict):
-        share = learner.pop("audit", 0.0)
-        if isinstance(switch := learner.get("audit_rewards"), bool):
-            learner["audit_rewards"] = share if switch else 0.0
-    experimental = raw.get("experimental")
-    if isinstance(experimental, dict):
-        experimental.pop("sft_checkpoint_every", None)  # now sft.checkpoint_every, which no resumed run needs
-        for key in ("adaptive_min_ess", "adaptive_max_kl"):
-            experimental.pop(key, None)
-    queue = raw.get("queue")
-    if isinstance(queue, dict):
-        queue.pop("adaptive", None)
-        if isinstance(experimental, dict) and "linger_s" in experimental:
-            queue["linger_s"] = experimental.pop("linger_s")
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -227,9 +188,7 @@ def _read_tools(raw: Mapping[str, Any]) -> None:
 
 
 def config_from_toml(text: str, source: str) -> Config:
-    """Return the config in ``text``, which ``config_to_toml`` has written, maybe that of an older version.
-
-    Error messages name ``source``.
+    """Return the config in ``text``, which ``config_to_toml`` has written. Error messages name ``source``.
 
     Raises:
         ConfigError: ``text`` is not TOML, or not a valid config.
@@ -238,7 +197,6 @@ def config_from_toml(text: str, source: str) -> Config:
         raw = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{source} is not valid TOML: {error}; correct it there") from error
-    renew(raw)
     return parse_config(raw, source)
 
 
@@ -266,8 +224,6 @@ def explain_error(detail: Mapping[str, Any]) -> str:
             f"another reason than the reward: routers are trained by [loss] alone, and their bias stays as it is; "
             f"remove the key"
         )
-    if detail["type"] == "extra_forbidden" and key in _REPLACED:
-        return f"{key}: unknown key; {_REPLACED[key]}"
     if detail["type"] == "extra_forbidden":
         return f"{key}: unknown key{_suggestion(detail['loc'])}"
     if detail["type"] == "missing":

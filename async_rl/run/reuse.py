@@ -40,7 +40,7 @@ SHARED: tuple[str, ...] = (
 
 _FILES = frozenset({
     "config.toml", "queue.json", "queue", "metrics.jsonl", "trained.jsonl", "ledger.json", "rollouts", "eval",
-    "checkpoints", "export", "curve.png", "logs", "finished.json", "run.lock", "wandb", "wandb_id", "logger_id",
+    "checkpoints", "export", "curve.png", "logs", "finished.json", "run.lock", "wandb", "logger_id",
     "tensorboard", "mlflow", "offline_eval", "run_id", "sft", "rm", "dpo", "scorer", "scorers", "config_changes.jsonl",
     "origin.json", "data", "report.html", "mirror.json", "follow", "notes.log", "code_digests.json", "nonfinite",
 })  # fmt: skip

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from async_rl.config.config import Config
 from async_rl.config.data import EvalSetConfig
-from async_rl.config.loading import apply_override, changed_keys, load_config, load_run_config
+from async_rl.config.loading import apply_override, changed_keys, load_config
 from async_rl.config.queue import WeightsConfig
 from async_rl.config.section import OnResume, on_resume
 from async_rl.errors import AddressError
@@ -162,10 +162,3 @@ def test_only_loopback_may_be_bound_without_saying_so():
 )
 def test_the_innermost_field_says_whether_a_resumed_run_may_change_a_key(key: str, expected: OnResume):
     assert on_resume(Config, key) is expected
-
-
-def test_keys_that_are_gone_or_have_moved_are_renewed_in_the_config_of_a_run(tmp_path: Path):
-    written = 'run.dir = "r"\nmodel.path = "m"\n[queue]\nadaptive = true\nmax_staleness = 7\n[experimental]\n'
-    (tmp_path / "config.toml").write_text(f"{written}adaptive_min_ess = 0.9\nadaptive_max_kl = 0.1\nlinger_s = 60.0\n")
-    queue = load_run_config(tmp_path / "config.toml").queue
-    assert (queue.max_staleness, queue.linger_s) == (7, 60.0)

@@ -43,7 +43,6 @@ VALUES: list[tuple[Sections, str]] = [
     ({"learner": {"path": 1}}, "learner.path: unknown key; did you mean model.path or critic.path?"),
     ({"scorer": {"judge": {**SCORER, "port": 1}}}, "scorer.judge.port: unknown key"),
     ({"experimental": {"linger_s": 5}}, "experimental.linger_s: unknown key; did you mean queue.linger_s?"),
-    ({"queue": {"adaptive": True}}, 'queue.adaptive: unknown key; remove it: queue.run_ahead = "auto"'),
     # Types.
     ({"queue": {"refill": "no"}}, "queue.refill: expected true or false, got 'no'"),
     ({"model": {"path": 3}}, "model.path: expected text in quotes, got 3"),

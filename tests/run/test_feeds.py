@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from async_rl.cli.main import main
-from async_rl.config.loading import config_from_toml, config_to_toml, parse_config
+from async_rl.config.loading import config_to_toml
 from async_rl.errors import ConfigError
 from async_rl.run.directory import RunDir
 from async_rl.run.following import feeds
@@ -211,14 +211,6 @@ def test_what_a_package_says_of_its_sink_refuses_a_run_and_the_sink_is_not_impor
     install(tmp_path / "site", "keyed", {"keyed.py": "1 / 0\n", "keyed_check.py": source}, offered, monkeypatch)
     with pytest.raises(ConfigError, match=f"log.to: keyed needs a key in {tmp_path}"):
         check_sinks(a_config(tmp_path, to=["keyed"]))
-
-
-def test_the_older_key_is_refused_in_a_new_config_and_read_in_a_runs(tmp_path: Path):
-    old = {"run": {"dir": str(tmp_path)}, "model": {"path": "tiny"}, "log": {"wandb": "offline"}}
-    with pytest.raises(ConfigError, match=r'log.wandb: unknown key; set log.to = \["wandb"\] instead'):
-        parse_config(old, "test")
-    text = config_to_toml(a_config(tmp_path)).replace("to = []\n", 'wandb = "offline"\n')
-    assert config_from_toml(text, "test").log.to == ("wandb",)
 
 
 def test_samples_are_bounded_in_number_and_size():

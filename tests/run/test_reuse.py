@@ -2,7 +2,6 @@
 
 import json
 import re
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 
 from async_rl.config.config import Config
-from async_rl.config.loading import config_from_toml, load_config, load_run_config, parse_config
+from async_rl.config.loading import load_config, parse_config
 from async_rl.errors import ConfigError, RunError
 from async_rl.process.user_code import write_digests
 from async_rl.run.directory import RunDir
@@ -231,28 +230,6 @@ def test_a_config_of_another_version_is_refused_with_its_cause(tmp_path: Path):
     (tmp_path / "config.toml").write_text("[run]\ndir = 'x'\nold_key = 1\n[model]\npath = 'x'\n")
     with pytest.raises(RunError, match=r"(?s)can't read.*run\.old_key: unknown key"):
         prepare_run_dir(a_config(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("section", "now", "old", "refused"),
-    [
-        ("learner", "audit_rewards = 0.1", "audit = 0.1\naudit_rewards = true", "learner.audit: unknown key"),
-        ("learner", "audit_rewards = 0.0", "audit = 0.1\naudit_rewards = false", "learner.audit: unknown key"),
-        ("model", 'gradient_checkpointing = "full"', "gradient_checkpointing = true", 'is now "full"'),
-        ("model", 'gradient_checkpointing = "none"', "gradient_checkpointing = false", 'is now "none"'),
-    ],
-)
-def test_a_run_of_a_version_with_other_switches_is_read_and_a_new_one_refused(
-    tmp_path: Path, section: str, now: str, old: str, refused: str
-):
-    config = a_config(tmp_path / "run", **{section: tomllib.loads(now)})
-    run_dir = trained(config)
-    text = run_dir.config.read_text().replace(now, old)
-    run_dir.config.write_text(text)
-    assert (load_run_config(run_dir.config), config_from_toml(text, "a checkpoint")) == (config, config)
-    assert check_run_dir(config, fresh=False).path == run_dir.path
-    with pytest.raises(ConfigError, match=re.escape(refused)):
-        load_config(run_dir.config)  # as the config of a new run
 
 
 def test_a_queue_server_with_another_config_than_the_learner_is_named(tmp_path: Path):

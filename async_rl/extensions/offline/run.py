@@ -429,8 +429,7 @@ def _load_rows(task: OfflineTask[Row]) -> _Rows[Row]:
     train = found[f"{task.name}.data"]
     digest = digest_of((one for row in train for one in task.sequences(row)), [task.figure(row) for row in train])
     newest = find_resume_point(_run_dir(task)).checkpoint
-    # A checkpoint of an older version does not know its rows.
-    if newest is not None and read_extra(newest).get("rows", digest) != digest:
+    if newest is not None and read_extra(newest)["rows"] != digest:
         raise RunError(
             f"{task.name}.data: expected the rows that {newest} was trained on, got others in {section.data}; restore "
             f"them, choose another run.dir, or remove {_run_dir(task)}"
@@ -486,22 +485,14 @@ def _saved_steps(task: OfflineTask[Any]) -> tuple[int, int]:
         return 0, 0
     extra = read_extra(newest)
     before: Mapping[str, Any] = extra["settings"]
-    # A key that the checkpoint does not know had the default's effect when it was written.
-    changes = [(key, before.get(key, _default(task, key)), value) for key, value in _settings(task).items()]
+    changes = [(key, before.get(key), value) for key, value in _settings(task).items()]
     differing = [f"{key}: {old!r} -> {new!r}" for key, old, new in changes if old != new]
     if differing:
         raise RunError(
             f"{_run_dir(task)} belongs to other settings (old -> new: {'; '.join(differing)}); choose another run.dir, "
             f"or remove that directory"
         )
-    return int(extra["step"]), int(extra.get("num_steps", before[f"{task.name}.steps"]))
-
-
-def _default(task: OfflineTask[Any], key: str) -> Any:
-    """Return the default of a config key, as ``_settings`` has it."""
-    section, _, name = key.partition(".")
-    of = task.section if section == task.name else getattr(task.config, section)
-    return type(of).model_construct().model_dump(mode="json", warnings=False).get(name)
+    return int(extra["step"]), int(extra["num_steps"])
 
 
 def _forget_metrics_after(path: Path, done: int) -> None:

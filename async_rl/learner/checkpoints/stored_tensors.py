@@ -264,8 +264,7 @@ class _Reader(dcp.HuggingFaceStorageReader):
         super().__init__(str(directory))
         paths = sorted(directory.glob("*.safetensors"))
         if not paths:
-            older = ", which commit 17481b9b of async-rl can read" if (directory / ".metadata").exists() else ""
-            raise RunError(f"expected a checkpoint with *.safetensors in {directory}, got none{older}; {USE_ANOTHER}")
+            raise RunError(f"expected a checkpoint with *.safetensors in {directory}, got none; {USE_ANOTHER}")
         for path in paths:
             if not path.is_file() or not is_inside(directory, path):
                 raise RunError(f"{path}: expected a file of the checkpoint, got {path.resolve()}; {USE_ANOTHER}")

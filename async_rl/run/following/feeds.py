@@ -253,8 +253,6 @@ def _write_samples(sink: Sink, step: int, lines: Sequence[str]) -> None:
 def _settings(config: Config, run_dir: RunDir, stats_pid: int) -> Settings:
     """Return what sinks are opened with. The run's id in them is in the file ``logger_id``, for a resume."""
     id_file = run_dir.path / "logger_id"
-    if (older := run_dir.path / "wandb_id").exists():  # written by an older version
-        id_file = older
     if not id_file.exists():
         write_atomically(id_file, uuid.uuid4().hex[:12])
     return {

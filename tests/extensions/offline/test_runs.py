@@ -18,8 +18,7 @@ from async_rl.data.chat import load_tokenizer
 from async_rl.errors import ConfigError, DataError, ModelError, RunError
 from async_rl.extensions.offline.batches import batch_of
 from async_rl.extensions.offline.tasks import train
-from async_rl.learner.checkpoints.digests import renew_entry
-from async_rl.learner.checkpoints.files import checkpoint_name, latest_checkpoint, read_extra, write_extra
+from async_rl.learner.checkpoints.files import checkpoint_name, latest_checkpoint
 from tests.end_to_end.harness import wait_until
 from tests.extensions.offline.offline_run import begin, exported, in_step, metrics, offline_config
 from tests.fault_points import OFFLINE_FAULT_POINTS
@@ -175,20 +174,6 @@ def test_a_resumed_run_refuses_other_rows(tmp_path: Path, command: str, sections
     path.write_text(text)
     train(command, config)
     assert exported(tmp_path)
-
-
-def test_a_run_of_an_older_version_goes_on(tmp_path: Path):
-    # It knew neither sft.epochs nor how many steps its checkpoints' run has.
-    train("sft", offline_config(tmp_path, "sft", sft={"steps": 2}))
-    saved = latest_checkpoint(tmp_path / "run" / "sft")
-    assert saved is not None
-    old = {key: value for key, value in read_extra(saved)["settings"].items() if key != "sft.epochs"}
-    write_extra(saved, {"step": 2, "settings": old})
-    renew_entry(saved, "extra.msgpack")
-    shutil.rmtree(tmp_path / "out")
-    train("sft", offline_config(tmp_path, "sft", sft={"steps": 2}))
-    assert exported(tmp_path)
-    assert len(metrics(tmp_path, "sft")) == 2
 
 
 def test_every_epoch_holds_every_row_once_in_another_order():

@@ -23,7 +23,7 @@ from typing import Any
 
 from async_rl.config.config import Config
 from async_rl.config.generator import AUTO, BACKENDS, FALLBACK, SamplingConfig
-from async_rl.config.loading import apply_override, load_config, load_run_config, parse_config, renew, resolve
+from async_rl.config.loading import apply_override, load_config, load_run_config, parse_config, resolve
 from async_rl.config.reward import REWARD_TYPES
 from async_rl.data.answer_text import answer_decoder
 from async_rl.data.chat import load_tokenizer, model_directory, quiet_progress_bars
@@ -440,8 +440,6 @@ def _base(models: Sequence[str], options: EvalOptions) -> tuple[dict[str, Any], 
         return {"sampling": {"max_prompt_tokens": MAX_PROMPT_TOKENS}}, []
     _ = load_config(source) if options.config else load_run_config(source)  # raises with the name of the file
     raw = tomllib.loads(source.read_text(encoding="utf-8"))
-    if options.config is None:
-        renew(raw)
     generator = raw.setdefault("generator", {})
     for key in ("count", "devices", "tensor_parallel_size"):
         generator.pop(key, None)

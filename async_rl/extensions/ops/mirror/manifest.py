@@ -29,7 +29,7 @@ from async_rl.run.directory import RunDir, write_atomically
 
 FILES = (
     "run_id", "config.toml", "metrics.jsonl", "trained.jsonl", "config_changes.jsonl", "origin.json", "ledger.json",
-    "finished.json", "notes.log", "curve.png", "report.html", "code_digests.json", "wandb_id", "logger_id",
+    "finished.json", "notes.log", "curve.png", "report.html", "code_digests.json", "logger_id",
     "*.rolled_back-*.jsonl", "*.damaged-*.jsonl",
 )  # fmt: skip
 FOLDERS = ("rollouts", "eval", "export", "data", "scorers", "offline_eval", "nonfinite", "follow")

@@ -371,7 +371,7 @@ def test_every_file_that_a_mirror_gets_is_taken_back(tmp_path: Path):
     deep = run.export / "/".join("d" * 60)
     deep.mkdir(parents=True)
     (deep / ("x" * 255)).write_text("x")
-    for name in ("wandb_id", "nonfinite/step-000001.pt", "metrics.rolled_back-1.jsonl", "trained.damaged-2.jsonl"):
+    for name in ("logger_id", "nonfinite/step-000001.pt", "metrics.rolled_back-1.jsonl", "trained.damaged-2.jsonl"):
         (run.path / name).parent.mkdir(exist_ok=True)
         (run.path / name).write_text("x")
     assert runs.begun(run).sync(is_last=True)
