@@ -19,7 +19,6 @@ from async_rl.launch.status import status_of_run
 from async_rl.launch.summary import summary
 from async_rl.registry import load, our_offers
 from async_rl.run.directory import RunDir, step_files
-from async_rl.run.figures.curve import write_curve
 from async_rl.run.figures.progress import is_step_row
 from async_rl.run.records.step_log import Row, eval_figures, iter_metrics, last_step
 from async_rl.terminal import visible
@@ -130,6 +129,7 @@ class Run:
         Raises:
             RunError: the run has no step yet.
         """
+        write_curve = load(our_offers("async_rl.python")["picture"])
         if not write_curve(self._dir):
             raise RunError(f"expected a run with a step or an evaluation in {self.path}, got none yet; wait for one")
         return self._dir.curve

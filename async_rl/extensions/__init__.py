@@ -10,6 +10,7 @@ An extension gives the core things of a few kinds, each under a name, as an inst
 * ``async_rl.commands``: a ``typer.Typer`` with one subcommand of ``async-rl``, which has the entry's name;
 * ``async_rl.python``: what ``async_rl.train``, ``compare`` and ``Run`` call (``api/``), only ours;
 * ``async_rl.sinks``: what opens a sink of ``log.to``; ``async_rl.sink_checks``: whether it can be opened;
+* ``async_rl.pictures``: what draws a run while it goes (``launch/follow.py``), only ours;
 * ``async_rl.mirrors``: a class that copies runs to ``checkpoint.mirror``, and brings them back from there;
 * ``async_rl.checks``: a check of a config before a start, which a row of ``launch/checks/table.py`` names, only ours;
 * ``async_rl.rollouts``: what plays a generator's rollouts, as ``OpenRollouts`` of ``generator/start/rollouts.py``;
@@ -46,6 +47,7 @@ OFFERS: Mapping[str, Mapping[str, str]] = {
     "async_rl.python": {
         "report": "async_rl.extensions.insight.report.report:write_report",
         "compare": "async_rl.extensions.insight.comparison.table:compared",
+        "picture": "async_rl.extensions.insight.pictures.curve:write_curve",
         "sizes": "async_rl.extensions.quickstart.init:guessed_sizes",
     },
     "async_rl.sinks": {
@@ -54,6 +56,7 @@ OFFERS: Mapping[str, Mapping[str, str]] = {
         "trackio": "async_rl.extensions.ops.sinks.trackio_sink:Trackio",
         "mlflow": "async_rl.extensions.ops.sinks.mlflow_sink:Mlflow",
     },
+    "async_rl.pictures": {"curve": "async_rl.extensions.insight.pictures.curve:CurveUpdater"},
     "async_rl.mirrors": {"fsspec": "async_rl.extensions.ops.mirror.passes:StoreMirror"},
     "async_rl.sink_checks": dict.fromkeys(
         ("wandb", "tensorboard", "trackio", "mlflow"), "async_rl.extensions.ops.sinks.check:check"

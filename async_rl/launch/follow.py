@@ -15,8 +15,8 @@ from typing import Any
 from async_rl.config.loading import load_run_config
 from async_rl.errors import ConfigError, RunError
 from async_rl.learner.checkpoints.mirror import mirror_of
+from async_rl.registry import load, our_offers
 from async_rl.run.directory import RunDir, write_atomically
-from async_rl.run.figures.curve import CurveUpdater
 from async_rl.run.following.feeds import LOOK_S, Sinks
 from async_rl.run.following.follower import FAILED, INCOMPLETE, has_begun
 from async_rl.run.following.sinks import check_sinks
@@ -60,22 +60,22 @@ def follow(
         write_atomically(run_dir.follow / "start", str(refusal))
         raise
     write_atomically(run_dir.follow / "start", "")
-    curve = CurveUpdater(run_dir, lock, note) if is_run else None
+    drawn = our_offers("async_rl.pictures").values() if is_run else ()
+    pictures = [load(offer)(run_dir, lock, note) for offer in drawn]
     mirror_class = mirror_of(config) if is_run else None
-    mirror = None if mirror_class is None else mirror_class(run_dir, config.checkpoint, say)
+    mirrors = [] if mirror_class is None else [mirror_class(run_dir, config.checkpoint, say)]
     try:
         while (is_failed := _has_failed(run_dir, lock, is_attached=is_attached)) is None:
             time.sleep(LOOK_S)
-            for part in (curve, mirror):
-                if part is not None:
-                    part.look()
+            for part in (*pictures, *mirrors):
+                part.look()
     except SystemExit:
         sinks.finish(is_failed=True)
         raise
-    if curve is not None:
-        curve.draw()
+    for picture in pictures:
+        picture.draw()
     is_complete = sinks.finish(is_failed=is_failed)
-    if mirror is not None:
+    for mirror in mirrors:
         is_complete &= mirror.finish()
     for name, place in () if is_attached else sinks.places.items():
         say(f"{name}: {place or 'not open'}")

@@ -1,1 +1,1 @@
-"""What the rows of a run say to a person: progress, the curve, and whether the training goes wrong."""
+"""What the rows of a run say to a person: progress, and whether the training goes wrong."""

@@ -18,7 +18,7 @@ from async_rl.errors import RunError
 from async_rl.extensions.insight.comparison.points import judged_set, mean_of_known
 from async_rl.extensions.insight.comparison.summary import RunSummary
 from async_rl.extensions.insight.comparison.table import short_names
-from async_rl.run.figures.curve import new_figure, plain_label, running_mean, save_picture
+from async_rl.extensions.insight.pictures.curve import new_figure, plain_label, running_mean, save_picture
 from async_rl.run.records.metric_table import columns
 
 if TYPE_CHECKING:

@@ -18,6 +18,7 @@ from async_rl.config.document import tables
 from async_rl.config.loading import load_run_config, plain_values
 from async_rl.errors import ConfigError, RunError
 from async_rl.extensions.insight.comparison.summary import lags, means_of
+from async_rl.extensions.insight.pictures.thinning import thinned
 from async_rl.launch.hints import Hints
 from async_rl.run.config_changes import read_changes
 from async_rl.run.directory import RunDir
@@ -26,7 +27,6 @@ from async_rl.run.lock import holder_of
 from async_rl.run.records.metric_table import METRIC_KEYS, PANELS, SHOWN, curves, meaning, unit_of
 from async_rl.run.records.starts import first_steps, read_origin, warm_steps
 from async_rl.run.records.step_log import Row, eval_figures, iter_metrics, mean_of
-from async_rl.run.records.thinning import thinned
 
 Plain = dict[str, Any]
 

@@ -1,6 +1,6 @@
 """Thin the rows of a long ``metrics.jsonl`` out to what a picture can show, row by row.
 
-``run.figures.curve`` reads a run's rows through ``thinned``, so the memory for a drawing has a limit.
+``curve`` reads a run's rows through ``thinned``, so the memory for a drawing has a limit.
 """
 
 from __future__ import annotations

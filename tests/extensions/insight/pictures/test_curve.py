@@ -16,9 +16,9 @@ from matplotlib.figure import Figure
 
 from async_rl.config.config import Config
 from async_rl.config.loading import config_to_toml
+from async_rl.extensions.insight.pictures import curve
+from async_rl.extensions.insight.pictures.curve import CurveUpdater, write_curve
 from async_rl.run.directory import RunDir
-from async_rl.run.figures import curve
-from async_rl.run.figures.curve import CurveUpdater, write_curve
 from async_rl.run.lock import RunLock, acquire
 
 
@@ -59,7 +59,7 @@ def test_a_home_that_cannot_be_written_is_not_spoken_of(tmp_path: Path):
     # As in a container with a read-only root. No directory can be made below a device, not even by root.
     environment = {name: value for name, value in os.environ.items() if name not in ("MPLCONFIGDIR", "XDG_CACHE_HOME")}
     environment |= {"HOME": "/dev/null", "XDG_CONFIG_HOME": "/dev/null", "TMPDIR": str(tmp_path)}
-    script = "from async_rl.run.figures.curve import new_figure; new_figure(2, 2).savefig('figure.png')"
+    script = "from async_rl.extensions.insight.pictures.curve import new_figure; new_figure(2, 2).savefig('figure.png')"
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)

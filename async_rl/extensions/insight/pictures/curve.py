@@ -1,7 +1,7 @@
 """Draw ``curve.png``, a picture of a run's metrics.
 
 ``async-rl follow`` draws it again and again while the run goes (``CurveUpdater``), and once more when the run ends, for
-whatever reason. Of a long run, each point stands for several steps (``run.records.thinning``).
+whatever reason. Of a long run, each point stands for several steps (``thinning``).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from async_rl.config.loading import load_run_config
+from async_rl.extensions.insight.pictures.thinning import thinned
 from async_rl.run.config_changes import read_changes
 from async_rl.run.directory import RunDir, replaced
 from async_rl.run.lock import RunLock
 from async_rl.run.records.metric_table import PANELS, SHOWN, curves, unit_of
 from async_rl.run.records.starts import first_steps
 from async_rl.run.records.step_log import Row, eval_figures, iter_metrics
-from async_rl.run.records.thinning import thinned
 from async_rl.terminal import visible
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.run.records.thinning import thinned
+from async_rl.extensions.insight.pictures.thinning import thinned
 
 
 def steps_of(rows: list[dict[str, Any]]) -> list[int]:
