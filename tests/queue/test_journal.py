@@ -14,8 +14,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import zmq
 from hypothesis import strategies as st
@@ -27,7 +29,7 @@ from async_rl.net.wire import decode, encode
 from async_rl.queue.client.clients import LearnerQueue
 from async_rl.queue.storage import payloads
 from async_rl.queue.storage.index import is_damage, write_meta
-from async_rl.queue.storage.journal import Change, Journal, Saved, file_system_of, is_network_file_system
+from async_rl.queue.storage.journal import Change, Journal, Saved, file_system_at, is_network_file_system
 from async_rl.queue.storage.payloads import Files, PayloadRef, disk_error
 from tests.examples import examples
 from tests.full_disk import file_size_limit
@@ -289,15 +291,13 @@ def test_a_journal_of_another_format_is_refused(tmp_path: Path, has_row: bool):
         Journal(tmp_path)
 
 
-MOUNTS = r"""
-22 27 0:21 / /proc rw,relatime - proc proc rw
-27 1 254:0 / / rw,relatime - ext4 /dev/vda rw,discard
-36 27 0:31 / /home rw,relatime shared:1 master:2 - nfs4 filer:/home rw,vers=4.2
-37 36 0:32 / /home/local rw - xfs /dev/sdb rw
-38 27 0:33 / /mnt/my\040disk rw - fuse.sshfs me@host:/ rw
-39 27 0:34 / /data rw - ext4 /dev/sdc rw
-40 39 0:35 / /data rw - lustre 10.0.0.1@tcp:/scratch rw
-"""
+MOUNTS = [
+    {"mountpoint": place, "fstype": kind}
+    for place, kind in (
+        ("/proc", "proc"), ("/", "ext4"), ("/home", "nfs4"), ("/home/local", "xfs"), ("/data", "ext4"),
+        ("/data", "lustre"),
+    )
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -306,12 +306,14 @@ MOUNTS = r"""
         ("/home/me/runs", "nfs4"),
         ("/home/local/runs", "xfs"),
         ("/homework", "ext4"),
-        ("/mnt/my disk/runs", "fuse.sshfs"),
         ("/data/x", "lustre"),
     ],
 )
-def test_the_file_system_of_a_path_is_that_of_its_longest_latest_mount(path: str, expected: str):
-    assert file_system_of(Path(path), MOUNTS.strip()) == expected
+def test_the_file_system_of_a_path_is_that_of_its_longest_latest_mount(
+    monkeypatch: pytest.MonkeyPatch, path: str, expected: str
+):
+    monkeypatch.setattr(psutil, "disk_partitions", lambda **_: [SimpleNamespace(**mount) for mount in MOUNTS])
+    assert file_system_at(Path(path)) == expected
 
 
 def test_shared_file_systems_are_told_from_local_ones():

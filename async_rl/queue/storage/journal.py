@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import re
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 import msgspec
+import psutil
 
 from async_rl.errors import ConfigError, DamagedJournalError
 from async_rl.net.wire import pack_plain
@@ -311,27 +311,15 @@ def refuse_network_file_system(directory: Path) -> None:
 
 def file_system_at(directory: Path) -> str:
     """Return the type of the file system of ``directory``, which need not exist; empty where it is unknown."""
-    mountinfo = Path("/proc/self/mountinfo")
-    if not mountinfo.exists():
-        return ""
-    return file_system_of(directory.resolve(), mountinfo.read_text(encoding="utf-8", errors="surrogateescape"))
+    path, best, file_system = directory.resolve(), -1, ""
+    for mount in psutil.disk_partitions(all=True):
+        mount_point = Path(mount.mountpoint)
+        # The later of two mounts on one point hides the earlier.
+        if path.is_relative_to(mount_point) and len(mount_point.parts) >= best:
+            best, file_system = len(mount_point.parts), mount.fstype
+    return file_system
 
 
 def is_network_file_system(kind: str) -> bool:
-    """Return whether several machines can share a file system of the type ``kind`` (as in mountinfo(5))."""
+    """Return whether several machines can share a file system of the type ``kind`` (as in proc_mounts(5))."""
     return kind in _NETWORK_FILE_SYSTEMS or (kind.startswith("fuse") and kind not in _LOCAL_FUSE)
-
-
-def file_system_of(path: Path, mountinfo: str) -> str:
-    """Return the type of the file system that contains ``path`` (absolute, without links).
-
-    ``mountinfo`` is text in the format of mountinfo(5).
-    """
-    best, file_system = -1, "unknown"
-    for line in mountinfo.splitlines():
-        before, _, after = line.partition(" - ")
-        mount_point = Path(re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), before.split()[4]))
-        # The later of two mounts on one point hides the earlier.
-        if path.is_relative_to(mount_point) and len(mount_point.parts) >= best:
-            best, file_system = len(mount_point.parts), after.split()[0]
-    return file_system
