@@ -1,20 +1,16 @@
 """``Contradiction``: settings that exclude each other, as a row of a table, and the check of such rows.
 
 ``loss_contradictions`` has the rows of the section ``loss``, ``exclusions`` those of keys of different sections.
-``document`` lists all of them in docs/config.md, and a test runs the example of each.
+docs/config.md lists all of them, and a test runs the example of each.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from async_rl.config.loss_names import OFF_VALUES
 from async_rl.config.section import Section
-
-_ANY = re.compile(r"\{[^}]*\}")
-_OF_ONE_CONFIG = re.compile(rf"( =|, here[a-z ]*) {_ANY.pattern}")
 
 
 class Contradiction(NamedTuple):
@@ -49,14 +45,6 @@ class Contradiction(NamedTuple):
             got = ", ".join(f"{key} = {_shown(settings, key)}" for key in self.keys)
             return f"expected {expected}, got {got}; {reason}"
         return f"{head}: expected {expected}, got {got or _shown(settings, head)}; {reason}"
-
-    @property
-    def described(self) -> tuple[str, str, str]:
-        """The keys, what is expected, and the reason, without values of one config."""
-        prefix = f"{self.section}." if self.section else ""
-        texts = (", ".join(f"`{prefix}{key}`" for key in self.keys), self.expected, self.reason)
-        keys, expected, reason = (_ANY.sub("*", _OF_ONE_CONFIG.sub("", text)) for text in texts)
-        return keys, expected, reason
 
 
 def check_contradictions(settings: Section, rows: Sequence[Contradiction]) -> None:

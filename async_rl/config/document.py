@@ -1,14 +1,12 @@
-"""Writes the description of each key, for ``async-rl config --explain`` and for the page docs/config.md.
+"""Describes each key, for ``async-rl config --explain``, files with comments, the report and the page docs/config.md.
 
-The descriptions come from the config classes. ``python -m async_rl.config.document > docs/config.md`` writes the page,
-and a test checks that it is current.
+The descriptions come from the config classes.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,37 +19,12 @@ from pydantic.fields import FieldInfo
 
 from async_rl.config.config import Config
 from async_rl.config.contradictions import value_of
-from async_rl.config.exclusions import EXCLUSIONS
 from async_rl.config.loading import is_among
 from async_rl.config.loss import IMPLIED_BY, LossConfig
-from async_rl.config.loss_contradictions import CONTRADICTIONS
 from async_rl.config.loss_names import OFF_VALUES, PRESETS
 from async_rl.config.rules import Rule
 from async_rl.config.scorer import ScorerConfig
 from async_rl.errors import ConfigError
-
-_INTRO = """\
-# Every key of a config
-
-A config is a TOML file with one table for each section below; `async-rl COMMAND CONFIG --set section.key=value` sets
-single keys. `async-rl config CONFIG --all` checks a file and prints every key with its value, and
-`async-rl config CONFIG --explain [KEY]` prints what this page says next to the values of that file, and where each
-value comes from. Unknown keys are refused. A table `[extension.NAME]` is that of an installed package, whose own model
-(an entry point of the group `async_rl.config`) checks it.
-
-*Unset* means that the key is left out; TOML has no null. Sizes are in bytes, times in seconds, as the names say.
-
-This page is generated from the classes in `async_rl/config/`: `python -m async_rl.config.document > docs/config.md`.
-"""
-
-_EXCLUSIONS = """\
-## What excludes what
-
-These combinations of keys are refused when a config is read. The message has the values, the reason and the remedy.
-What a backend can't do is refused in the same way ([engines.md](engines.md)).
-
-| keys | expected |
-|---|---|"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +80,7 @@ def tables() -> Iterator[Table]:
     """Yield all tables of the config in the order of ``Config``. Tables inside a table follow it."""
     defaults = Config.model_validate({"run": {"dir": "."}, "model": {"path": "."}})
     for name in Config.model_fields:
-        if isinstance(section := getattr(defaults, name), BaseModel):  # others are in ``_entries``
+        if isinstance(section := getattr(defaults, name), BaseModel):  # others are in ``entries``
             yield from _tables_of(name, section)
 
 
@@ -126,7 +99,7 @@ def _tables_of(name: str, section: BaseModel) -> Iterator[Table]:
         yield from _tables_of(inner_name, inner_section)
 
 
-def _entries() -> Iterator[Table]:
+def entries() -> Iterator[Table]:
     """Yield the tables of which a config may have any number, with the keys of one of them."""
     for table, name, model in (("[loss.rules]", "loss.rules", Rule), ("scorer.NAME", "scorer.NAME", ScorerConfig)):
         keys = [
@@ -136,53 +109,8 @@ def _entries() -> Iterator[Table]:
         yield Table(table, " ".join((model.__doc__ or "").split()), tuple(keys))
 
 
-def markdown() -> str:
-    """Return the text of the page docs/config.md."""
-    parts = [_INTRO]
-    row_of_sft: dict[str, str] = {}
-    for table in (*tables(), *_entries()):
-        level = "##" if "." not in table.name else "###"
-        parts.append(f"{level} {table.name}\n\n{_marked(table.description)}\n")
-        rows = {key.name: _row_of(key) for key in table.keys}
-        if table.name == "sft":
-            row_of_sft = rows
-        elif table.name in ("rm", "dpo"):
-            same = [name for name, row in rows.items() if row_of_sft.get(f"sft.{name.partition('.')[2]}") == row]
-            parts.append("As in [sft](#sft): " + ", ".join(f"`{name}`" for name in same) + ".\n")
-            rows = {name: row for name, row in rows.items() if name not in same}
-        lines = [f"| `{name}` | {row} |" for name, row in rows.items()]
-        parts.append("\n".join(["| key | default | values | meaning |", "|---|---|---|---|", *lines]) + "\n")
-    rows = [_EXCLUSIONS, *(f"| {keys} | {expected} |" for expected, keys in _exclusions().items())]
-    return "\n".join([*parts, "\n".join(rows) + "\n"])
-
-
-def _row_of(key: Key) -> str:
-    cells = (_code(key.shown_default), key.values, key.description)
-    return " | ".join(cell.replace("|", "\\|") for cell in cells)
-
-
-def _exclusions() -> dict[str, str]:
-    """What is expected of which keys: those of which the same is expected stand together."""
-    keys_of: dict[str, list[str]] = {}
-    for row in (*CONTRADICTIONS, *EXCLUSIONS):
-        keys, expected, _ = row.described
-        keys_of.setdefault(expected, []).append(keys)
-    return {expected: ", ".join(dict.fromkeys(keys)) for expected, keys in keys_of.items()}
-
-
-def _marked(text: str) -> str:
-    return text.replace("``", "`")
-
-
-def _code(text: str) -> str:
-    if text in ("required", "unset"):
-        return text
-    value, bracket, size = text.partition(" (") if text.endswith("iB)") else (text, "", "")
-    return f"`{value}`{bracket}{size}"
-
-
 def _entry_keys() -> set[str]:
-    return {key.name for table in _entries() for key in table.keys}
+    return {key.name for table in entries() for key in table.keys}
 
 
 def origin_of(config: Config, name: str, overrides: Sequence[str] = ()) -> str:
@@ -279,7 +207,7 @@ def _commented(text: str) -> Sequence[str]:
 
 def _keys_of(name: str | None) -> list[Key]:
     """Return the keys that the section, table or key ``name`` contains; all keys if it is None."""
-    keys = [key for table in (*tables(), *_entries()) for key in table.keys]
+    keys = [key for table in (*tables(), *entries()) for key in table.keys]
     chosen = [key for key in keys if name is None or key.name == name or key.name.startswith(f"{name}.")]
     if not chosen:
         known = [key.name for key in keys]
@@ -362,7 +290,3 @@ def _size(found: re.Match[str]) -> str:
 
 
 _UNITS = ((1 << 10, "KiB"), (1 << 20, "MiB"), (1 << 30, "GiB"))
-
-
-if __name__ == "__main__":
-    sys.stdout.write(markdown())

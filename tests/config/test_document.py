@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 
 from async_rl.config.contradictions import value_of
-from async_rl.config.document import explain, explain_json, markdown, origin_of, preset_line, tables
+from async_rl.config.document import explain, explain_json, origin_of, preset_line, tables
 from async_rl.config.loading import default_config, load_config, parse_config
 from async_rl.config.loss_names import PRESETS
 from async_rl.config.rules import Rule
 from async_rl.config.scorer import ScorerConfig
 from async_rl.errors import ConfigError
+from tests.config.page import markdown
 
 ROOT = Path(__file__).resolve().parents[2]
 KEYS = [key for table in tables() for key in table.keys]
@@ -20,7 +21,7 @@ UNITS = {"_s": "second", "_bytes": "bytes", "_tokens": "token"}
 
 def test_the_page_is_current():
     page = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
-    assert page == markdown(), "write it anew: python -m async_rl.config.document > docs/config.md"
+    assert page == markdown(), "write it anew: python -m tests.config.page > docs/config.md"
 
 
 def test_every_key_is_described_in_a_sentence_with_its_unit():

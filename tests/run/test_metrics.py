@@ -8,9 +8,9 @@ import numpy as np
 
 from async_rl.config.config import Config
 from async_rl.config.loading import parse_config
-from async_rl.run.records.metric_table import markdown
 from async_rl.run.records.metrics import MetricsWriter
 from async_rl.run.records.step_log import read_rows
+from tests.run.page import markdown
 
 
 def a_config(directory: Path, **log: Any) -> Config:
@@ -69,4 +69,4 @@ def test_an_evaluation_that_is_asked_for_anew_is_moved_aside_too(tmp_path: Path)
 
 def test_the_page_of_all_metrics_is_current():
     page = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
-    assert page == markdown(), "write it again: python -m async_rl.run.records.metric_table > docs/metrics.md"
+    assert page == markdown(), "write it again: python -m tests.run.page > docs/metrics.md"
