@@ -25,6 +25,7 @@ from async_rl.config.loss_names import OFF_VALUES, PRESETS
 from async_rl.config.rules import Rule
 from async_rl.config.scorer import ScorerConfig
 from async_rl.errors import ConfigError
+from async_rl.output import size_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,9 @@ class Key:
 
     def _with_sizes(self, text: str) -> str:
         """Add a larger unit to each large number of bytes in ``text``, as in 1073741824 (1 GiB)."""
-        return re.sub(r"\d{5,}", _size, text) if self.name.endswith("_bytes") else text
+        if not self.name.endswith("_bytes"):
+            return text
+        return re.sub(r"\d{5,}", lambda size: f"{size[0]} ({size_text(int(size[0]))})", text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,12 +284,3 @@ def _limits(metadata: Sequence[Any]) -> str:
 
 def _number(value: float) -> str:
     return str(int(value)) if value == int(value) else f"{value:g}"
-
-
-def _size(found: re.Match[str]) -> str:
-    value = int(found[0])
-    unit, name = max((unit, name) for unit, name in _UNITS if value >= unit)
-    return f"{value} ({value / unit:g} {name})"
-
-
-_UNITS = ((1 << 10, "KiB"), (1 << 20, "MiB"), (1 << 30, "GiB"))

@@ -6,8 +6,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -99,8 +101,10 @@ class RunDir:
     @property
     def latest_checkpoint(self) -> str | None:
         """The name of the newest checkpoint, as ``checkpoints/latest`` gives it; None if that file does not exist."""
-        latest = self.checkpoints / "latest"
-        return latest.read_text(encoding="utf-8", errors="replace").strip() if latest.is_file() else None
+        try:
+            return (self.checkpoints / "latest").read_text(encoding="utf-8", errors="replace").strip()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
 
     @property
     def is_finished(self) -> bool:
@@ -182,9 +186,19 @@ def read_json(path: Path) -> Any:
         raise ValueError("lists or objects in one another, too many levels of them") from None
 
 
+STEP = re.compile(r"step-(\d{6,})")
+"""The name of a checkpoint."""
+
+
 def checkpoint_name(step: int) -> str:
     """Return the directory name of the checkpoint after ``step`` steps."""
     return f"step-{step:06d}"
+
+
+def step_of(name: object) -> int:
+    """Return the step in the name of a checkpoint, or of its folder in a mirror; -1 for other names."""
+    match = STEP.match(str(name))
+    return -1 if match is None else int(match[1])
 
 
 def step_files(folder: Path) -> Iterator[tuple[str, int, Path]]:
@@ -257,7 +271,10 @@ def move_aside(path: Path) -> Path:
     N is the lowest number for which no such file exists.
     """
     path = path.resolve()
-    number = 1
-    while (aside := path.with_name(f"{path.name}.old-{number}")).exists():
-        number += 1
-    return path.rename(aside)
+    return path.rename(unused(path.with_name(f"{path.name}.old")))
+
+
+def unused(path: Path, suffix: str = "") -> Path:
+    """Return ``path``, a hyphen, the first number from 1 on for which there is no such file, and ``suffix``."""
+    numbered = (path.with_name(f"{path.name}-{number}{suffix}") for number in itertools.count(1))
+    return next(free for free in numbered if not free.exists())

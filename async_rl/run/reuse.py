@@ -18,7 +18,6 @@ because it must hold the locks of both directories.
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import uuid
 from collections.abc import Mapping, Sequence
@@ -30,7 +29,7 @@ from async_rl.config.loading import changed_keys, config_to_toml, is_among, load
 from async_rl.config.section import OnResume, on_resume
 from async_rl.errors import ConfigError, RunError
 from async_rl.process.user_code import changed_code, stored_digests
-from async_rl.run.directory import RunDir, write_atomically
+from async_rl.run.directory import RunDir, step_of, write_atomically
 
 SHARED: tuple[str, ...] = (
     "queue", "data", "sampling", "eval", "environment", "reward.max_abs", "run.seed", "learner.groups_per_step",
@@ -216,8 +215,7 @@ def _refuse_other_run(run_dir: RunDir, config: Config, tunable: Sequence[str] | 
             f"Resume with the old values, continue from a checkpoint of this run in another run.dir with --from "
             f"{run_dir.path}, or start over with --fresh (the old directory is moved aside)."
         )
-    step = re.fullmatch(r"step-(\d+)", run_dir.latest_checkpoint or "")
-    trained = 0 if step is None else int(step[1])
+    trained = max(0, step_of(run_dir.latest_checkpoint))
     if config.learner.steps < trained:
         raise RunError(
             f"learner.steps: expected at least {trained}, the steps that the run in {run_dir.path} has trained, got "

@@ -19,7 +19,6 @@ group.
 from __future__ import annotations
 
 import fcntl
-import re
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -32,7 +31,7 @@ import msgpack
 from async_rl.config.config import Config
 from async_rl.errors import RunError
 from async_rl.learner.checkpoints.digests import MANIFEST
-from async_rl.run.directory import checkpoint_name
+from async_rl.run.directory import STEP, RunDir, checkpoint_name
 
 MODEL_FILES = "hf"
 """Folder of a checkpoint with the model's config and tokenizer."""
@@ -43,7 +42,6 @@ PARTIAL = ".partial-"
 BUG = "this is a bug in async-rl, please report it"
 USE_ANOTHER = "use another checkpoint; a learner resumes from the one that checkpoints/latest names"
 CHECK_DISK = "check the disk and its free space; the same command resumes from the last checkpoint"
-STEP = re.compile(r"step-(\d{6,})")
 
 
 @dataclass(slots=True)
@@ -122,19 +120,6 @@ def model_part(directory: Path, model: str) -> Path:
     return directory if model == "policy" else directory / model
 
 
-def latest_path(run_dir: Path) -> Path:
-    """Return the path of the file that names the newest committed checkpoint."""
-    return run_dir / "checkpoints" / LATEST
-
-
-def read_latest(run_dir: Path) -> str | None:
-    """Return the text of the file ``latest``, not checked. None if there is no such file."""
-    try:
-        return latest_path(run_dir).read_text(encoding="utf-8", errors="replace").strip()
-    except FileNotFoundError:
-        return None
-
-
 def checkpoints_of(run_dir: Path) -> list[Path]:
     """Return the directories that have the name of a checkpoint. Some may be newer than ``latest``, or damaged."""
     root = run_dir / "checkpoints"
@@ -155,7 +140,7 @@ def latest_checkpoint(run_dir: Path) -> Path | None:
     Raises:
         RunError: the checkpoint that ``latest`` names does not exist.
     """
-    root, name = run_dir / "checkpoints", read_latest(run_dir)
+    root, name = run_dir / "checkpoints", RunDir(run_dir).latest_checkpoint
     if name is None:
         return None
     if STEP.fullmatch(name) is None or not (root / name).is_dir():

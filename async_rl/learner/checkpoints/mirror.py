@@ -14,9 +14,8 @@ import msgspec
 
 from async_rl.config.config import Config
 from async_rl.config.run import CheckpointConfig
-from async_rl.learner.checkpoints.files import STEP
 from async_rl.registry import find_offer, load
-from async_rl.run.directory import RunDir
+from async_rl.run.directory import RunDir, step_of
 from async_rl.run.figures.progress import duration
 
 
@@ -100,12 +99,6 @@ def read_status(run_dir: Path) -> Status:
         return msgspec.json.decode(sign_of_life(run_dir).read_bytes(), type=Status)
     except (OSError, ValueError, RecursionError):
         return Status()
-
-
-def step_of(name: object) -> int:
-    """Return the step of the checkpoint ``name``, or of a folder; -1 if it is none."""
-    match = STEP.match(str(name))
-    return -1 if match is None else int(match[1])
 
 
 def behind_steps(run_dir: RunDir, status: Status) -> int:

@@ -18,10 +18,10 @@ from pathlib import Path
 
 from async_rl.errors import LineageError, RunError
 from async_rl.learner.checkpoints.digests import find_damage
-from async_rl.learner.checkpoints.files import checkpoint_step, checkpoints_of, latest_path, read_latest
+from async_rl.learner.checkpoints.files import LATEST, checkpoint_step, checkpoints_of
 from async_rl.learner.checkpoints.mirror import mirror_line
 from async_rl.learner.checkpoints.writer import commit_latest, remove_leftovers
-from async_rl.run.directory import RunDir
+from async_rl.run.directory import RunDir, unused
 
 logger = logging.getLogger(__name__)
 
@@ -48,10 +48,10 @@ def find_resume_point(run_dir: Path) -> ResumePoint:
         RunError: there are checkpoints, or ``latest`` says so, but all are damaged. It names the mirror of the run.
     """
     while True:
-        latest = read_latest(run_dir)
+        latest = RunDir(run_dir).latest_checkpoint
         point, causes = _newest_whole(run_dir, latest)
         # Another learner may remove old checkpoints meanwhile.
-        if not causes or read_latest(run_dir) == latest:
+        if not causes or RunDir(run_dir).latest_checkpoint == latest:
             break
     for cause in causes:
         logger.warning("%s", cause)
@@ -71,6 +71,7 @@ def find_resume_point(run_dir: Path) -> ResumePoint:
 def _newest_whole(run_dir: Path, latest: str | None) -> tuple[ResumePoint, list[str]]:
     """Return the newest checkpoint that is not damaged, and a sentence for each damage that was found."""
     causes: list[str] = []
+    latest_file = run_dir / "checkpoints" / LATEST
     steps = {path.name: path for path in checkpoints_of(run_dir)}
     candidates = sorted(steps.values(), key=checkpoint_step, reverse=True)
     if latest in steps:
@@ -78,9 +79,9 @@ def _newest_whole(run_dir: Path, latest: str | None) -> tuple[ResumePoint, list[
         candidates = candidates[candidates.index(steps[latest]) :]
     elif latest is not None:
         there = ", ".join(sorted(steps)) or "none"
-        causes.append(f"{latest_path(run_dir)}: expected the name of a checkpoint (there are: {there}), got {latest!r}")
+        causes.append(f"{latest_file}: expected the name of a checkpoint (there are: {there}), got {latest!r}")
     elif candidates:
-        causes.append(f"{latest_path(run_dir)} is missing, although there are checkpoints")
+        causes.append(f"{latest_file} is missing, although there are checkpoints")
     damaged: list[Path] = []
     for path in candidates:
         damage = find_damage(path)
@@ -104,17 +105,14 @@ def take_over(run_dir: Path, point: ResumePoint, *, lineage: str, confirm: Calla
     Raises:
         LineageError: another learner has committed a checkpoint since ``point`` was found, or has taken over.
     """
-    if (now := read_latest(run_dir)) != point.latest:
+    if (now := RunDir(run_dir).latest_checkpoint) != point.latest:
         raise LineageError(
             f"expected {point.latest or 'none'} as the latest checkpoint, got {now}, which another learner wrote "
             f"while this one started; start only one learner"
         )
     for path in point.damaged:
         confirm()
-        number = 1
-        while (aside := path.with_name(f"{path.name}.damaged-{number}")).exists():
-            number += 1
-        path.rename(aside)
+        aside = path.rename(unused(path.with_name(f"{path.name}.damaged")))
         logger.warning("the damaged checkpoint is kept as %s; delete it when you no longer need it", aside)
     if point.checkpoint is not None and point.checkpoint.name != point.latest:
         commit_latest(run_dir, point.checkpoint.name, lineage, confirm)

@@ -33,7 +33,6 @@ from async_rl.learner.checkpoints.files import (
     CHECK_DISK,
     LATEST,
     PARTIAL,
-    STEP,
     checkpoint_name,
     checkpoint_step,
     checkpoints_of,
@@ -42,6 +41,7 @@ from async_rl.learner.checkpoints.files import (
 )
 from async_rl.learner.interface import Engine
 from async_rl.process.fault_points import fault_point
+from async_rl.run.directory import STEP
 
 logger = logging.getLogger(__name__)
 

@@ -13,13 +13,13 @@ from typing import Any
 
 from async_rl.config.loading import config_from_toml, plain_values
 from async_rl.errors import ConfigError, QueueError
-from async_rl.learner.checkpoints.files import STEP, read_extra
+from async_rl.learner.checkpoints.files import read_extra
 from async_rl.learner.model.lora import ADAPTER_CONFIG
 from async_rl.process.package_versions import package_versions
 from async_rl.process.user_code import stored_digests
 from async_rl.queue.core.persistence import snapshot_ledger
 from async_rl.run.config_changes import read_changes
-from async_rl.run.directory import RunDir
+from async_rl.run.directory import STEP, RunDir
 from async_rl.run.records.step_log import Row, eval_figures, iter_metrics
 from async_rl.terminal import visible
 

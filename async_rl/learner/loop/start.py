@@ -53,7 +53,7 @@ from async_rl.process.user_code import DIGESTS_FILE, changed_code, write_digests
 from async_rl.queue.client.clients import LearnerQueue
 from async_rl.queue.server.start import QueueRestarter, ensure_queue, finish_queue
 from async_rl.run.config_changes import record_change
-from async_rl.run.directory import RunDir
+from async_rl.run.directory import RunDir, unused
 from async_rl.run.figures.progress import StepLines
 from async_rl.run.following.follower import followed
 from async_rl.run.following.sinks import check_sinks
@@ -499,14 +499,11 @@ def _rewind(run_dir: RunDir, metrics: MetricsWriter, state: TrainerState, config
     for folder in (run_dir.rollouts, run_dir.eval):
         written = list(folder.glob("*step-*.jsonl"))
         gone = [p for p in written if int(p.stem.rpartition("-")[2]) > step or p.stem in anew]
-        if not gone:
-            continue
-        number = 1
-        while (aside := folder / f"rolled_back-{number}").exists():
-            number += 1
-        aside.mkdir()
-        for path in gone:
-            path.rename(aside / path.name)
+        if gone:
+            aside = unused(folder / "rolled_back")
+            aside.mkdir()
+            for path in gone:
+                path.rename(aside / path.name)
 
 
 def _wrap_up(run_dir: RunDir, state: TrainerState, *, export: bool, confirm: Callable[[], None]) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import xxhash
 
 from async_rl.errors import ConfigError, DamagedJournalError
+from async_rl.run.directory import unused
 
 INDEX = "index.sqlite"
 _START_OVER = "rename that directory, or start the queue with --fresh, which renames it and begins with an empty queue"
@@ -153,10 +154,7 @@ def move_aside(directory: Path, reason: str) -> str:
 
     Raises OSError.
     """
-    number = 1
-    while (aside := directory / f"{INDEX}.damaged-{number}").exists():
-        number += 1
-    (directory / INDEX).rename(aside)
+    aside = (directory / INDEX).rename(unused(directory / f"{INDEX}.damaged"))
     # If this process dies here: SQLite removes a log without an index.
     log = directory / f"{INDEX}-wal"
     if log.exists():

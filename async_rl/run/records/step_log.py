@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from async_rl.run.directory import appended_lines, is_figure, write_atomically
+from async_rl.run.directory import appended_lines, is_figure, unused, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -82,9 +82,7 @@ class StepLog:
 
     def _write_aside(self, why: str, text: str) -> Path:
         """Write ``text`` to the next file ``NAME.WHY-N.jsonl`` that does not exist yet, and return its path."""
-        number = 1
-        while (aside := self._path.with_name(f"{self._path.stem}.{why}-{number}.jsonl")).exists():
-            number += 1
+        aside = unused(self._path.with_name(f"{self._path.stem}.{why}"), ".jsonl")
         write_atomically(aside, text)
         return aside
 

@@ -44,7 +44,7 @@ from async_rl.process.user_code import is_code_name
 from async_rl.queue.core.admission import eval_sampling, lease_seed
 from async_rl.records import Lease, Prompt
 from async_rl.rewards.answers import vote_key_of
-from async_rl.run.directory import RunDir, check_writable, write_atomically
+from async_rl.run.directory import RunDir, check_writable, step_of, write_atomically
 from async_rl.run.following.follower import followed
 from async_rl.run.following.sinks import check_sinks
 from async_rl.run.lock import acquire
@@ -120,7 +120,8 @@ def run_eval(
                     answered = sample_offline(backend, rollouts, leases, progress=tell)
                     found.append(_evaluated(config, model, name, answered))
                     figures = {f"eval/{name}/{key}": value for key, value in found[-1].figures.items()}
-                    log_row({"step": _step_of(model), **figures})
+                    step = step_of(RunDir(Path(model)).latest_checkpoint or Path(model).name)
+                    log_row({"step": max(0, step), **figures})
                     if out is not None:
                         _write(out, found, answered, decode)
     return found
@@ -237,12 +238,6 @@ def _logged(config: Config, model: str, out: Path | None) -> Iterator[Callable[[
         closing(StepLog(run_dir.metrics)) as log,
     ):
         yield log.write
-
-
-def _step_of(model: str) -> int:
-    """Return the step of the checkpoint that ``model`` names; 0 of another model."""
-    found = re.fullmatch(r"step-(\d+)", RunDir(Path(model)).latest_checkpoint or Path(model).name)
-    return int(found[1]) if found else 0
 
 
 def _prompts(config: Config, name: str) -> list[Prompt]:

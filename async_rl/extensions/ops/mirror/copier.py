@@ -40,9 +40,9 @@ from async_rl.extensions.ops.mirror.rules import Local, decide, folder_of, read_
 from async_rl.extensions.ops.mirror.store import Store
 from async_rl.learner.checkpoints.digests import MANIFEST, Entry, digest_of
 from async_rl.learner.checkpoints.files import reading
-from async_rl.learner.checkpoints.mirror import read_status, sign_of_life, step_of
+from async_rl.learner.checkpoints.mirror import read_status, sign_of_life
 from async_rl.process.fault_points import fault_point
-from async_rl.run.directory import RunDir
+from async_rl.run.directory import RunDir, step_of
 from async_rl.run.notes import tell
 
 FILES_EVERY_S = 300.0

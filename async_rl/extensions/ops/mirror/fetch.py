@@ -31,9 +31,9 @@ from async_rl.extensions.ops.mirror.rules import read_local
 from async_rl.extensions.ops.mirror.store import Store
 from async_rl.learner.checkpoints.digests import digest_of
 from async_rl.learner.checkpoints.files import LATEST
-from async_rl.learner.checkpoints.mirror import read_status, step_of
+from async_rl.learner.checkpoints.mirror import read_status
 from async_rl.output import size_text
-from async_rl.run.directory import RunDir
+from async_rl.run.directory import RunDir, step_of
 from async_rl.run.lock import acquire
 
 BEAT_S = 60.0

@@ -24,8 +24,8 @@ from msgspec.structs import replace
 
 from async_rl.errors import StoreError
 from async_rl.extensions.ops.mirror.store import Store
-from async_rl.learner.checkpoints.mirror import read_status, sign_of_life, step_of
-from async_rl.run.directory import RunDir, write_atomically
+from async_rl.learner.checkpoints.mirror import read_status, sign_of_life
+from async_rl.run.directory import RunDir, step_of, write_atomically
 
 FILES = (
     "run_id", "config.toml", "metrics.jsonl", "trained.jsonl", "config_changes.jsonl", "origin.json", "ledger.json",

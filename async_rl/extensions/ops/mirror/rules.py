@@ -12,9 +12,7 @@ from typing import NamedTuple
 
 from async_rl.config.run import CheckpointConfig
 from async_rl.learner.checkpoints.digests import MANIFEST, digest_of
-from async_rl.learner.checkpoints.files import STEP
-from async_rl.learner.checkpoints.mirror import step_of
-from async_rl.run.directory import RunDir
+from async_rl.run.directory import STEP, RunDir, step_of
 
 
 class Local(NamedTuple):
