@@ -115,7 +115,7 @@ class Handlers:
         """A revision of the state, and the pairs (lineage, version) for which no lease was left then, whoever asks."""
 
     def handle(self, message: Message, now: float) -> Reply | Deferred | None:
-        """Handle a request and return the reply; None if the request needs none.
+        """Handle a request and return the reply: ``Ok`` if its handler returns none; none to the sign of life.
 
         Raises:
             WireError: the message is malformed.
@@ -126,6 +126,8 @@ class Handlers:
             raise WireError(f"expected a known type of message, got type {message.type[:40]!r}; {SAME_VERSION}")
         request = read_as(message.fields, record)
         reply = getattr(self, f"_on_{message.type}")(request, message, now)
+        if reply is None and message.type != "alive":
+            reply = Reply(Ok())
         if message.type in LEARNER_REQUESTS:
             self._note_learner(request.lineage)
         return reply
@@ -224,21 +226,18 @@ class Handlers:
         if self.state.learner is not None and self.state.learner.lineage == request.lineage:
             self.learner_trouble = request.trouble
 
-    def _on_confirm(self, request: messages.ConfirmLineage, message: Message, now: float) -> Reply:
+    def _on_confirm(self, request: messages.ConfirmLineage, message: Message, now: float) -> None:
         learner_requests.confirm(self.state, request.lineage, request.announced, request.evaluations)
-        return Reply(Ok())
 
-    def _on_bye_learner(self, request: messages.LearnerGoodbye, message: Message, now: float) -> Reply:
+    def _on_bye_learner(self, request: messages.LearnerGoodbye, message: Message, now: float) -> None:
         learner = self.state.learner
         if learner is not None and learner.lineage == request.lineage:
             self.learner_gone = True
-        return Reply(Ok())
 
-    def _on_announce(self, request: Announcement, message: Message, now: float) -> Reply:
+    def _on_announce(self, request: Announcement, message: Message, now: float) -> None:
         learner_requests.announce(self.state, request)
-        return Reply(Ok())
 
-    def _on_evaluate(self, request: messages.Evaluate, message: Message, now: float) -> Reply:
+    def _on_evaluate(self, request: messages.Evaluate, message: Message, now: float) -> None:
         self.state.attached(request.lineage)
         dataset = request.dataset
         rows = self.eval_rows.get(dataset)
@@ -251,7 +250,6 @@ class Handlers:
         learner_requests.evaluate(
             self.state, dataset, request.step, rows, num_samples, sampling, request.min_version, request.exclusive
         )
-        return Reply(Ok())
 
     def _on_eval_results(self, request: messages.GetEvalResults, message: Message, now: float) -> Reply:
         results: list[Evaluated[bool]] = []
@@ -289,21 +287,18 @@ class Handlers:
         snapshot = learner_requests.snapshot(self.state, request.lineage, now)
         return _acked(Acked(self.state.stats(), snapshot))
 
-    def _on_checkpoint_committed(self, request: messages.CheckpointCommitted, message: Message, now: float) -> Reply:
+    def _on_checkpoint_committed(self, request: messages.CheckpointCommitted, message: Message, now: float) -> None:
         learner_requests.checkpoint_committed(self.state, request.lineage, request.step)
-        return Reply(Ok())
 
-    def _on_finish(self, request: messages.Finish, message: Message, now: float) -> Reply:
+    def _on_finish(self, request: messages.Finish, message: Message, now: float) -> None:
         learner_requests.finish(self.state, request.lineage, now)
-        return Reply(Ok())
 
-    def _on_quarantine(self, request: messages.Quarantine, message: Message, now: float) -> Reply:
+    def _on_quarantine(self, request: messages.Quarantine, message: Message, now: float) -> None:
         self.state.attached(request.lineage)
         if request.reason:
             generator_requests.quarantine(self.state, request.generator_id, request.reason)
         else:
             generator_requests.lift_quarantine(self.state, request.generator_id)
-        return Reply(Ok())
 
     def _on_parity_answers(self, request: messages.GetProbeAnswers, message: Message, now: float) -> Reply:
         self.state.attached(request.lineage)
@@ -415,7 +410,7 @@ class Handlers:
         verdict = generator_requests.fail(self.state, request.generator_id, lease_id, request.failure, now)
         return Reply(messages.ReturnReply({lease_id: verdict}, {lease_id: request.failure.detail}))
 
-    def _on_parity(self, request: messages.AnswerProbe, message: Message, now: float) -> Reply:
+    def _on_parity(self, request: messages.AnswerProbe, message: Message, now: float) -> None:
         data = request.answer
         if len(data) > MAX_ANSWER_BYTES:
             raise WireError(
@@ -425,11 +420,9 @@ class Handlers:
         # The learner must be able to read it.
         decode_answer(data)
         generator_requests.note_seen(self.state, request.generator_id, now).probe_answer = request
-        return Reply(Ok())
 
-    def _on_bye(self, request: messages.Goodbye, message: Message, now: float) -> Reply:
+    def _on_bye(self, request: messages.Goodbye, message: Message, now: float) -> None:
         generator_requests.goodbye(self.state, request.generator_id, now)
-        return Reply(Ok())
 
     # The part that outlives the server, so that a restarted one can answer repeated requests.
 
