@@ -33,6 +33,7 @@ from async_rl.learner.checkpoints.files import checkpoint_name, latest_checkpoin
 from async_rl.learner.checkpoints.resume import find_resume_point, take_over
 from async_rl.learner.checkpoints.writer import CheckpointWriter
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
+from async_rl.learner.engine.roles import follow, lead
 from async_rl.learner.export.model import check_export_target, export_checkpoint
 from async_rl.learner.interface import Engine, UpdateStats
 from async_rl.learner.losses.objective import Objective
@@ -195,12 +196,10 @@ def run_offline(task: OfflineTask[Any]) -> None:
     if ranks.is_leader:
         if task.name != "rm" and (problem := untrained_end(config)):  # a reward model samples nothing
             logger.warning("warning: %s", problem)
-        exit_code = _Leader(task, engine, rows, done=done, num_steps=num_steps).run(ranks)
+        leader = _Leader(task, engine, rows, done=done, num_steps=num_steps)
+        lead(engine, ranks, config.checkpoint.grace_s, leader.train)
     else:
-        with StopRequest(config.checkpoint.grace_s, on_request=ranks.pass_stop_on):
-            exit_code = engine.follow()
-    if exit_code:
-        raise SystemExit(exit_code)
+        follow(engine, ranks, config.checkpoint.grace_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,36 +222,17 @@ class _Leader(Generic[Row]):
         self._run_dir, self._done, self._num_steps = _run_dir(task), done, num_steps
         self._stop_signal: Callable[[], int] = lambda: 0
 
-    def run(self, ranks: Ranks) -> int:
-        """Do everything, and let the other ranks end. Returns the exit code: 0, or 128 + signal."""
-        cause, exit_code = "", 0
-        with StopRequest(self._config.checkpoint.grace_s, elsewhere=ranks.stop_signal) as stop:
-            self._stop_signal = stop.check
-            try:
-                with logged(logger, "testing the engine"):
-                    self._engine.self_test()
-                lock = acquire(RunDir(self._run_dir), self._task.name)
-                try:
-                    self._train_and_export(lock)
-                finally:
-                    lock.close()
-            except StoppedError as stopped:
-                stop.note_saved()
-                logger.info("%s", stopped)
-                exit_code = 128 + stop.signum
-            except BaseException as error:
-                cause = f"{type(error).__name__}: {error}"
-                raise
-            finally:
-                self._engine.close(cause, exit_code=exit_code)
-        return exit_code
-
-    def _train_and_export(self, lock: RunLock) -> None:
+    def train(self, stop: StopRequest) -> None:
         """Resume, train and export.
 
         Raises:
             StoppedError: a signal asked to stop, and the last step is saved.
         """
+        self._stop_signal = stop.check
+        with closing(acquire(RunDir(self._run_dir), self._task.name)) as lock:
+            self._train_and_export(lock)
+
+    def _train_and_export(self, lock: RunLock) -> None:
         num_tokens = sum(len(s.token_ids) for row in self._rows.train for s in self._task.sequences(row))
         logger.info(
             "%d rows, %d tokens; %d steps of %d rows", len(self._rows.train), num_tokens, self._num_steps,

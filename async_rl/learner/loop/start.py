@@ -24,11 +24,12 @@ from async_rl.config.loading import config_from_toml, config_to_toml
 from async_rl.data.answer_text import answer_decoder
 from async_rl.data.chat import load_tokenizer, model_directory, model_files, model_routing, vocabulary_size
 from async_rl.data.turn_end import turn_ends
-from async_rl.errors import QueueError, StoppedError
+from async_rl.errors import QueueError
 from async_rl.learner.checkpoints.files import TrainerState, latest_checkpoint, read_extra, run_state
 from async_rl.learner.checkpoints.fork import find_fork_point, fork_run, must_fork, notes_on_models
 from async_rl.learner.checkpoints.resume import ResumePoint, find_resume_point, take_over
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
+from async_rl.learner.engine.roles import follow, lead
 from async_rl.learner.export.model import export_checkpoint
 from async_rl.learner.interface import Critic, Engine
 from async_rl.learner.loop.critic import CriticPart
@@ -176,10 +177,7 @@ def _follow(config: Config, ranks: Ranks, sampler: RankSampler | None) -> None:
     """Run a rank other than 0 until rank 0 ends. A signal that this rank gets is reported to rank 0."""
     with logged(logger, f"loading the model {config.model.path}"):
         engine = FsdpEngine(config, ranks, sampler=sampler)
-    with StopRequest(config.checkpoint.grace_s, on_request=ranks.pass_stop_on):
-        exit_code = engine.follow()
-    if exit_code:
-        raise SystemExit(exit_code)
+    follow(engine, ranks, config.checkpoint.grace_s)
 
 
 def _lead(config: Config, ranks: Ranks, sampler: RankSampler | None, context: LearnerContext, *, fresh: bool) -> None:
@@ -200,28 +198,16 @@ def _lead(config: Config, ranks: Ranks, sampler: RankSampler | None, context: Le
         )
     with logged(logger, f"loading the model {config.model.path}"):
         engine = FsdpEngine(config, ranks, sampler=sampler)
-    cause, exit_code = "", 0
-    with StopRequest(config.checkpoint.grace_s, elsewhere=ranks.stop_signal) as stop:
-        try:
-            with logged(logger, "testing the engine"):
-                engine.self_test()
-            files = {**context.files, **_base_file(config, engine)}
-            context = replace(
-                context, stop_signal=stop.check, files=files, critic=engine.critic,
-                sampling=None if sampler is None else engine,
-            )  # fmt: skip
-            train_with(config, engine, context)
-        except StoppedError as stopped:
-            stop.note_saved()
-            logger.info("%s%s", stopped, ", without --fresh" if fresh else "")
-            exit_code = 128 + stop.signum
-        except BaseException as error:
-            cause = f"{type(error).__name__}: {error}"
-            raise
-        finally:
-            engine.close(cause, exit_code=exit_code)
-    if exit_code:
-        raise SystemExit(exit_code)
+
+    def train(stop: StopRequest) -> None:
+        files = {**context.files, **_base_file(config, engine)}
+        whole = replace(
+            context, stop_signal=stop.check, files=files, critic=engine.critic,
+            sampling=None if sampler is None else engine,
+        )  # fmt: skip
+        train_with(config, engine, whole)
+
+    lead(engine, ranks, config.checkpoint.grace_s, train, hint=", without --fresh" if fresh else "")
 
 
 def _base_file(config: Config, engine: FsdpEngine) -> dict[str, bytes]:
