@@ -46,7 +46,22 @@ def a_rollout(**fields: Any) -> dict[str, Any]:
 
 
 def write_rollouts(run: Path, step: int, records: list[dict[str, Any]]) -> None:
+    """Write the texts of a step, and its row of ``summaries.jsonl``, as the learner does."""
     _write_lines(run / "rollouts" / f"step-{step:06d}.jsonl", records)
+    firsts = [record for record in records if record["index"] == 0]
+    row = {
+        "step": step, "version": 4,
+        "positions": [first["position"] for first in firsts], "rows": [first["row"] for first in firsts],
+        "sizes": [sum(record["position"] == first["position"] for record in records) for first in firsts],
+        **{name: [record[key] for record in records] for name, key in _SUMMARY.items()},
+        "staleness": [one["trained_at"] - one["versions"][0] if one["versions"] else None for one in records],
+        "cause": ["filter" if record["masked"] else "" for record in records],
+    }  # fmt: skip
+    with (run / "rollouts" / "summaries.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+_SUMMARY = {"reward": "reward", "accuracy": "accuracy", "tokens": "num_tokens", "finish": "finish_reason"}
 
 
 def write_answers(run: Path, name: str, step: int, records: list[dict[str, Any]]) -> None:

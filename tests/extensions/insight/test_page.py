@@ -99,7 +99,7 @@ def test_damaged_rollouts_and_answers_are_named(tmp_path: Path):
     write_answers(run, "math", 1, [{"row": 1}])
     with pytest.raises(RunError, match=r"expected JSON objects with accuracy, .* in .*math-step-000001\.jsonl"):
         written(tmp_path / "page.html", run)
-    (run / "rollouts").mkdir()
+    write_rollouts(run, 1, [a_rollout()])
     for line in ("{", "[]", '{"position": 1}'):
         (run / "rollouts" / "step-000001.jsonl").write_text(line + "\n")
         with pytest.raises(RunError, match=r"step-000001\.jsonl, got .*delete the file"):

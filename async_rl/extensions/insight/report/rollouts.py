@@ -85,20 +85,15 @@ def read_index(run_dir: RunDir) -> tuple[Index, list[Chunk]]:
     index, chunks = Index(), list[Chunk]()
     summaries = {row["step"]: row for row in iter_rows(run_dir.rollout_summaries, is_whole=_is_whole)}
     # A resumed run keeps the texts of later steps until it trains them again; its summaries end where it is.
-    last = max(summaries, default=None)
-    recorded = {step: path for _, step, path in step_files(run_dir.rollouts) if last is None or step <= last}
-    for step in sorted(summaries.keys() | recorded.keys()):
+    recorded = {step: path for _, step, path in step_files(run_dir.rollouts)}
+    for step in sorted(summaries):
         places: dict[tuple[int, int], tuple[int, int]] = {}
         keys = _keys(recorded[step]) if step in recorded else ()
         for number, key in enumerate(keys):
             if number % CHUNK_ROLLOUTS == 0:
                 chunks.append(_chunk(recorded[step], step, number, len(keys), _FIELDS))
             places[key] = len(chunks) - 1, number % CHUNK_ROLLOUTS
-        if step in summaries:
-            _add_summary(index, summaries[step], places)
-        else:
-            for record in read_records(recorded[step]):
-                _add_record(index, step, record, places[record["position"], record["index"]])
+        _add_summary(index, summaries[step], places)
     for name, step, path in step_files(run_dir.eval):
         _add_answers(index, chunks, name, step, path)
     return index, chunks
@@ -158,26 +153,6 @@ def _add_summary(index: Index, row: Row, places: Mapping[tuple[int, int], tuple[
                 **values,
             )  # fmt: skip
             number += 1
-
-
-def _add_record(index: Index, step: int, record: Plain, place: tuple[int, int]) -> None:
-    """Add a record of a step without summaries, which older versions wrote."""
-    versions = record["versions"]
-    index.add(
-        step=step,
-        position=record["position"],
-        index=record["index"],
-        row=record["row"],
-        reward=short(record["reward"]),
-        accuracy=short(record["accuracy"]),
-        tokens=record["num_tokens"],
-        stale=record["trained_at"] - versions[0] if versions else None,
-        finish=record["finish_reason"],
-        cause="filter" if record["masked"] else "",
-        chunk=place[0],
-        slot=place[1],
-        set="",
-    )
 
 
 def _is_whole(row: Row) -> bool:
