@@ -152,7 +152,7 @@ def learner(
         set_torch_defaults(is_learner=True)
         resolved = load_config(config, with_profile(overrides, profile))
         check_place(resolved, config, overrides or [])
-        if not is_launched and _is_first_rank():
+        if not is_launched and os.environ.get("RANK", "0") == "0":  # rank 0 checks for all
             from async_rl.launch.checks.table import check_learner
             from async_rl.learner.checkpoints.mirror import mirror_of
 
@@ -439,11 +439,6 @@ def scorer(
 
 
 app.add_typer(tools)
-
-
-def _is_first_rank() -> bool:
-    """Return whether this process is rank 0 of the learner, which makes the preflight checks for all ranks."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def _is_bad_path(error: Exception, arguments: Sequence[str]) -> bool:

@@ -43,10 +43,7 @@ STATISTICS: Mapping[str, Statistic] = {
     "binary_kl": Statistic("KL(behavior policy || policy) of sampling this token or not"),
     "ess": Statistic("normalised effective sample size of the step", on_policy=1.0, of_step=True),
 }
-
-
-def _choices() -> str:
-    return "; ".join(f"{name}: {statistic.description}" for name, statistic in STATISTICS.items())
+_CHOICES = "; ".join(f"{name}: {statistic.description}" for name, statistic in STATISTICS.items())
 
 
 if TYPE_CHECKING:
@@ -71,7 +68,7 @@ class Rule(Section):
         "the cut. step with mask or clip leaves out the tokens with the highest statistic until the mean is within "
         "the limit, which costs a forward pass."
     )
-    statistic: StatisticName = Field(description=f"Statistic of a token. {_choices()}.")
+    statistic: StatisticName = Field(description=f"Statistic of a token. {_CHOICES}.")
     reduce: Literal["mean", "max", "sum"] = Field(
         default="mean",
         description="How the tokens' statistics become that of a sequence or micro-batch. The sum of k1 is minus the "

@@ -284,7 +284,10 @@ class Supervisor:
         self._learner = _Unit("learner", lambda: commands.learner(_free_port()))
         self._services = [_Unit(service.name, lambda service=service: [service]) for service in commands.services]
         self._generators = [
-            _Unit(f"generator-{i}", lambda i=i: self._generator_command(i)) for i in range(commands.num_generators)
+            _Unit(
+                f"generator-{i}", lambda i=i: [commands.generator(i, self._address, self._generators[i].num_restarts)]
+            )
+            for i in range(commands.num_generators)
         ]
 
     def run(self) -> Outcome:
@@ -333,9 +336,6 @@ class Supervisor:
         self._start(self._learner)
         for unit in (*self._services, *self._generators):
             self._start(unit)
-
-    def _generator_command(self, index: int) -> list[Command]:
-        return [self._commands.generator(index, self._address, self._generators[index].num_restarts)]
 
     def _start(self, unit: _Unit) -> None:
         unit.processes = []

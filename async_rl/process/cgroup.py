@@ -113,14 +113,10 @@ def _mount_of(mounts: Sequence[str], path: str, *, is_v2: bool) -> tuple[str, st
         kind, _, options = right.split(" ", 2)
         if kind != ("cgroup2" if is_v2 else "cgroup") or (not is_v2 and "memory" not in options.split(",")):
             continue
-        top, point = (_unescaped(word) for word in left.split(" ")[3:5])
+        top, point = (word.replace("\\040", " ") for word in left.split(" ")[3:5])
         is_inside = path == top or path.startswith(f"{top.rstrip('/')}/")
         return point, path[len(top) :].strip("/") if is_inside and ".." not in path.split("/") else ""
     return None
-
-
-def _unescaped(word: str) -> str:
-    return word.replace("\\040", " ")
 
 
 def available_memory(*, with_swap: bool = False) -> int:

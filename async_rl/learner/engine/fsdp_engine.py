@@ -101,7 +101,7 @@ class FsdpEngine:
             if objective is None:
                 check_same_code(config, ranks)
         with ranks.together("checking the optimizer"):
-            check_optimizer(config.optimizer, _optimizer_device(config, ranks))
+            check_optimizer(config.optimizer, torch.device("cpu") if config.learner.offload == "all" else ranks.device)
         with ranks.together("loading the model"):
             torch.manual_seed(config.run.seed + ranks.rank)
             mesh = Mesh.build(ranks.layout, ranks.device.type, ranks.timeout) if ranks.has_group else None
@@ -484,10 +484,6 @@ def _load_critic(
             f"{critic.model.vocab_size}; choose one with the same tokenizer"
         )
     return critic
-
-
-def _optimizer_device(config: Config, ranks: Ranks) -> torch.device:
-    return torch.device("cpu") if config.learner.offload == "all" else ranks.device
 
 
 def _micro_batches(message: Message) -> list[MicroBatch]:

@@ -82,7 +82,7 @@ class CurveUpdater:
         self._drawn = size
         self.draw()
         ended = time.monotonic()
-        self._draw_at = ended + pause_after(ended - started)
+        self._draw_at = ended + max(MIN_PAUSE_S, PAUSE_PER_DRAWING * (ended - started))
 
     def draw(self) -> None:
         """Draw the curve now, if the run has metrics. A missing picture must not end a run, so this never raises."""
@@ -96,11 +96,6 @@ class CurveUpdater:
         self._reported = bool(problem)
         # Figures are cycles of objects. In a process as quiet as this one, a hundred may wait for the next collection.
         gc.collect()
-
-
-def pause_after(drawing_s: float) -> float:
-    """Return how many seconds to wait after a drawing that took ``drawing_s`` seconds."""
-    return max(MIN_PAUSE_S, PAUSE_PER_DRAWING * drawing_s)
 
 
 def write_curve(run_dir: RunDir, lock: RunLock | None = None) -> bool:

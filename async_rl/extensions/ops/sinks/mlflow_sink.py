@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import os
+import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from async_rl.config.loading import flat
 from async_rl.run.following.sinks import Row, Settings, Sink, numbers
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
@@ -20,6 +22,9 @@ os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
 
 import mlflow
 from mlflow.entities import Metric, Param
+
+_OTHERS = re.compile(r"[^\w.\-:/ ]")
+"""Characters that MLflow takes in no key."""
 
 
 class Mlflow(Sink):
@@ -45,13 +50,13 @@ class Mlflow(Sink):
             tags = {"async_rl.id": settings["id"]}
             self._run_id = self._client.create_run(experiment, run_name=settings["name"], tags=tags).info.run_id
             # MLflow refuses another value of a parameter later, so a resumed run keeps the first.
-            params = [Param(key, str(value)[:500]) for key, value in _flat(settings["config"]).items()]
+            params = [Param(key, str(value)[:500]) for key, value in flat(settings["config"]).items()]
             for first in range(0, len(params), 100):  # MLflow's limit
                 self._client.log_batch(self._run_id, params=params[first : first + 100])
 
     def write(self, row: Row) -> None:
         now = int(time.time() * 1000)
-        metrics = [Metric(_key_of(key), value, now, row["step"]) for key, value in numbers(row).items()]
+        metrics = [Metric(_OTHERS.sub("_", key), value, now, row["step"]) for key, value in numbers(row).items()]
         for first in range(0, len(metrics), 1000):  # MLflow's limit
             self._client.log_batch(self._run_id, metrics=metrics[first : first + 1000])
 
@@ -61,15 +66,3 @@ class Mlflow(Sink):
 
     def finish(self, *, is_failed: bool) -> None:
         self._client.set_terminated(self._run_id, "FAILED" if is_failed else "FINISHED")
-
-
-def _key_of(key: str) -> str:
-    """Return the key as MLflow takes it: letters, digits and ``_-.:/``."""
-    return "".join(character if character.isalnum() or character in "_-.:/ " else "_" for character in key)
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
-    return flat
