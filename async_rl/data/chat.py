@@ -355,13 +355,26 @@ def model_settings(path: str | Path) -> dict[str, Any]:
     Raises:
         ModelError: there is no model at ``path`` (see ``model_directory``), or ``config.json`` can't be read.
     """
-    config_path = model_directory(path) / "config.json"
+    return _stored_config(model_directory(path))
+
+
+def _stored_config(directory: Path) -> dict[str, Any]:
+    path = directory / "config.json"
     try:
-        return json.loads(config_path.read_bytes())
+        config = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ModelError(
+            f"model.path: expected a config.json in {directory}, got none; set the directory of a model"
+        ) from None
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"model.path: can't read {config_path}: {error}; expected a JSON file, as save_pretrained writes it"
+            f"model.path: can't read {path}: {error}; expected a JSON file, as save_pretrained writes it"
         ) from error
+    if not isinstance(config, dict):
+        raise ModelError(
+            f"model.path: can't read {path}: it has no JSON object; expected a JSON file, as save_pretrained writes it"
+        )
+    return config
 
 
 def _number_in(config: Mapping[str, Any], key: str) -> int | None:
@@ -418,18 +431,8 @@ def check_precision(directory: Path, dtype: str = "auto") -> None:
         ModelError: the file can't be read, has no model type, says that the weights are quantised, or gives the output
             head another precision than the model.
     """
-    path = directory / "config.json"
-    try:
-        config: Any = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(
-            f"model.path: expected a config.json in {directory}, got none; set the directory of a model"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"model.path: can't read {path}: {error}; expected a JSON file, as save_pretrained writes it"
-        ) from error
-    if not isinstance(config, dict) or "model_type" not in config:
+    path, config = directory / "config.json", _stored_config(directory)
+    if "model_type" not in config:
         raise ModelError(
             f"model.path: expected a model_type in {path}, got none; set the directory of a Hugging Face causal "
             f"language model"
@@ -468,13 +471,7 @@ def check_causal_lm(directory: Path) -> None:
     Raises:
         ModelError: it does, or it can't be read.
     """
-    path = directory / "config.json"
-    try:
-        names: Any = json.loads(path.read_text(encoding="utf-8")).get("architectures") or ()
-    except (OSError, ValueError, AttributeError) as error:
-        raise ModelError(
-            f"model.path: can't read {path}: {error}; expected a JSON file, as save_pretrained writes it"
-        ) from error
+    names = _stored_config(directory).get("architectures") or ()
     found = [str(name) for name in names if str(name).endswith("ForSequenceClassification")]
     if found:
         raise ModelError(
