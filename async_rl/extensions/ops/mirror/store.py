@@ -6,7 +6,6 @@ Every failure of a store raises ``StoreError`` with a text that has no credentia
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,15 +14,12 @@ from typing import Any
 import xxhash
 
 from async_rl.errors import ConfigError, RunError, StoreError
+from async_rl.extensions.ops.redaction import redacted
 from async_rl.learner.checkpoints.digests import Entry
 
 _CHUNK_BYTES = 4 << 20
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
 """Protocol -> the extra of async-rl that has its package."""
-_SECRET_VARIABLE = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL", re.IGNORECASE)
-_SECRET_PARAMETER = re.compile(
-    r"((?:signature|token|credential|secret|password|key)\w*[\"']?\s*[=:]\s*)[^&\s,;)]+", re.I
-)
 
 
 class Store:
@@ -126,11 +122,7 @@ class Store:
 
 def scrubbed(error: object) -> str:
     """Return the text of an error in one line of at most 300 characters, without what may be a credential."""
-    text = " ".join(str(error).split())
-    for name, value in os.environ.items():
-        if len(value) >= 8 and _SECRET_VARIABLE.search(name):
-            text = text.replace(value, "***")
-    return _SECRET_PARAMETER.sub(r"\1***", text)[:300]
+    return redacted(" ".join(str(error).split()))[:300]
 
 
 def _entry_of(source: Any, size: float = float("inf")) -> Entry:
