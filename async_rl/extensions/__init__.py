@@ -12,6 +12,7 @@ An extension gives the core things of a few kinds, each under a name, as an inst
 * ``async_rl.sinks``: what opens a sink of ``log.to``; ``async_rl.sink_checks``: whether it can be opened;
 * ``async_rl.pictures``: what draws a run while it goes (``launch/follow.py``), only ours;
 * ``async_rl.mirrors``: a class that copies runs to ``checkpoint.mirror``, and brings them back from there;
+* ``async_rl.rank_watches``: what each of several ranks of a learner starts to say what it waits for, only ours;
 * ``async_rl.checks``: a check of a config before a start, which a row of ``launch/checks/table.py`` names, only ours;
 * ``async_rl.rollouts``: what plays a generator's rollouts, as ``OpenRollouts`` of ``generator/start/rollouts.py``;
 * ``async_rl.datasets``: NAME of the sources NAME:REST of data, as ``OpenRows`` of ``data/dataset.py``;
@@ -58,6 +59,7 @@ OFFERS: Mapping[str, Mapping[str, str]] = {
     },
     "async_rl.pictures": {"curve": "async_rl.extensions.insight.pictures.curve:CurveUpdater"},
     "async_rl.mirrors": {"fsspec": "async_rl.extensions.ops.mirror.passes:StoreMirror"},
+    "async_rl.rank_watches": {"files": "async_rl.extensions.ops.rank_watch:watch_rank"},
     "async_rl.sink_checks": dict.fromkeys(
         ("wandb", "tensorboard", "trackio", "mlflow"), "async_rl.extensions.ops.sinks.check:check"
     ),

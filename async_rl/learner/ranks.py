@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -35,6 +36,7 @@ from async_rl.learner.rank_network import chosen_interface
 from async_rl.net.wire import decode, encode
 from async_rl.process.child import DEVICES_ARE_DEALT
 from async_rl.process.user_code import code_digests
+from async_rl.registry import find_offer, load
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +45,9 @@ JOIN_TIMEOUT_S = 300.0
 
 LEAVE_TIMEOUT_S = 60.0
 """A rank that is done waits this long for the others to be done as well."""
+
+STORE_TIMEOUT_S = 10.0
+"""The store's process answers within this time, or it is stopped, or its machine is gone."""
 
 _FAILURE_KEY = "first_failure"
 _BUG = "this is a bug in async-rl, please report it"
@@ -121,7 +126,10 @@ def init_ranks(config: Config) -> Ranks:
             f"rank {place.rank} of {place.world_size} could not join the other ranks: {error}; check that all ranks "
             f"were started with the same MASTER_ADDR and MASTER_PORT, and that their machines reach each other"
         ) from error
-    return Ranks(place, device, dist.PrefixStore("async_rl_failure", store), layout=layout, timeout=timeout)
+    ranks = Ranks(place, device, dist.PrefixStore("async_rl_failure", store), layout=layout, timeout=timeout)
+    if place.world_size > 1 and (offer := find_offer("async_rl.rank_watches", "files")):
+        ranks.end_watch = load(offer)(config, place.rank, lambda: ranks.command)
+    return ranks
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
@@ -208,6 +216,10 @@ class Ranks:
         self._store, self.timeout = store, timeout
         self.is_broken = False
         """Whether a collective failed on this rank. If so, it can send nothing to the other ranks."""
+        self.command = "no command"
+        """What this rank does together with the others now."""
+        self.end_watch: Callable[[], None] = lambda: None
+        """Ends what reports long waits of this rank."""
         # torch.distributed.checkpoint and our commands work on the host, over gloo.
         self.host_group: dist.ProcessGroup | None = None
         if store is not None and device.type == "cuda":
@@ -311,12 +323,14 @@ class Ranks:
         Raises:
             TrainingError: another rank failed first. The message is the cause on that rank.
         """
+        before, self.command = self.command, what
         try:
             yield
         except Exception as error:
             if self.world_size == 1:
                 raise
             self.is_broken = True
+            self.end_watch()  # what it has written last is what the rank did until now
             cause = self.record_failure(f"rank {self.rank}, {what}: {type(error).__name__}: {error}")
             if cause.startswith(f"rank {self.rank},"):
                 raise
@@ -326,16 +340,12 @@ class Ranks:
             self.is_broken = True
             self.record_failure(f"rank {self.rank}, {what}: its process was stopped")
             raise
+        finally:
+            self.command = before
 
     def record_failure(self, cause: str) -> str:
         """Record ``cause`` for the other ranks unless a cause is recorded already. Return the first cause."""
-        if self._store is None or self.world_size == 1:
-            return cause
-        try:
-            return self._store.compare_set(_FAILURE_KEY, "", cause).decode()
-        except RuntimeError as error:
-            logger.warning("can't reach the ranks' store, probably because rank 0 or torchrun has ended: %s", error)
-            return cause
+        return self._asked(lambda store: store.compare_set(_FAILURE_KEY, "", cause).decode(), cause)
 
     def first_failure(self) -> str:
         """Return the first recorded cause. Empty if there is none or the store can't be reached."""
@@ -343,26 +353,37 @@ class Ranks:
 
     def pass_stop_on(self, signum: int) -> None:
         """Notify rank 0 that this rank got the signal ``signum``. Any thread may call it."""
-        store = self._store
-        if store is None or self.world_size == 1:
-            return
-        try:
-            store.set(_STOP_KEY, str(signum))
-        except RuntimeError as error:
-            logger.warning("can't reach the ranks' store, probably because rank 0 or torchrun has ended: %s", error)
+        self._asked(lambda store: store.set(_STOP_KEY, str(signum)), None)
 
     def stop_signal(self) -> int:
         """Return the number of the signal that a rank reported with ``pass_stop_on``. 0 if there is none."""
         return int(self._read(_STOP_KEY) or 0)
 
     def _read(self, key: str) -> str:
-        if self._store is None or self.world_size == 1:
-            return ""
-        try:
-            return self._store.get(key).decode() if self._store.check([key]) else ""
-        except RuntimeError as error:
-            logger.warning("can't reach the ranks' store, probably because rank 0 or torchrun has ended: %s", error)
-            return ""
+        return self._asked(lambda store: store.get(key).decode() if store.check([key]) else "", "")
+
+    def _asked(self, ask: Callable[[dist.Store], Any], otherwise: Any) -> Any:
+        """Return what ``ask`` returns; ``otherwise`` if there are no other ranks, or the store can't be reached.
+
+        A thread asks, because a store whose process is stopped never answers, whatever its timeout.
+        """
+        store = self._store
+        if store is None or self.world_size == 1:
+            return otherwise
+        answers: list[Any] = []
+
+        def wait() -> None:
+            try:
+                answers.append(ask(store))
+            except RuntimeError as error:
+                logger.warning("can't reach the ranks' store, probably because rank 0 or torchrun has ended: %s", error)
+
+        thread = threading.Thread(target=wait, name="ranks-store", daemon=True)
+        thread.start()
+        thread.join(STORE_TIMEOUT_S)
+        if thread.is_alive():
+            logger.warning("the ranks' store has not answered for %g s, so rank 0 is stopped", STORE_TIMEOUT_S)
+        return answers[0] if answers else otherwise
 
     def close(self) -> None:
         """Leave the process group when every rank does. After a failure, leaving could hang, so the group is left to
@@ -370,6 +391,7 @@ class Ranks:
 
         Who leaves resets gloo's connections, and a rank that is still busy with the last collective would fail.
         """
+        self.end_watch()
         if self._store is not None and not self.is_broken and dist.is_initialized():
             if self.world_size > 1:
                 self._await_all(self._store)

@@ -598,7 +598,7 @@ ELSEWHERE = {
     "resumed": "resumed_run.start", "laid_out": "rank_layouts.run_cases", "valued": "rank_layouts.run_value_cases",
     "passed_on": "rank_layouts.pass_on", "on_trunk": "engine.on_trunk.run_on_trunk",
     "split_attention": "model.split_attention.compare_parts", "variants": "engine.shared_cases.run_variants",
-    "staged": "layouts.staged.run_staged",
+    "staged": "layouts.staged.run_staged", "stopped": "stopped_ranks.start",
 }  # fmt: skip
 """Scenario -> the function of another module here, which imports this one."""
 
