@@ -15,7 +15,7 @@ from async_rl.registry import find_offer, load, offers
 KIND = "async_rl.commands"
 _GROUPS: Mapping[str, tuple[str, ...]] = {
     "A run": ("quickstart", "init", "config", "doctor", "launch", "keys", "slurm", "export"),
-    "Looking at runs": ("status", "report", "compare", "sweep", "plan", "eval", "follow"),
+    "Looking at runs": ("status", "report", "compare", "sweep", "plan", "eval", "follow", "bundle"),
     "Roles by hand, on other machines": ("queue", "learner", "generator", "scorer", "verifier", "relay", "agent"),
     "Other trainings": ("sft", "rm", "dpo", "replay"),
 }

@@ -38,6 +38,7 @@ OFFERS: Mapping[str, Mapping[str, str]] = {
         "relay": "async_rl.extensions.agents.commands:relay_command",
         "agent": "async_rl.extensions.agents.commands:agent_command",
         "slurm": "async_rl.extensions.ops.commands:slurm_command",
+        "bundle": "async_rl.extensions.ops.commands:bundle_command",
         "report": "async_rl.extensions.insight.commands:report_command",
         "compare": "async_rl.extensions.insight.commands:compare_command",
         "sweep": "async_rl.extensions.insight.commands:sweep_command",

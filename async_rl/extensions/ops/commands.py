@@ -1,18 +1,23 @@
-"""The subcommand ``slurm``."""
+"""The subcommands ``slurm`` and ``bundle``."""
 
 from __future__ import annotations
 
+import zipfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from async_rl.cli.options import ConfigPath, Overrides
+from async_rl.cli.options import ConfigPath, Overrides, Quiet
+from async_rl.errors import RunError
+from async_rl.output import Progress, size_text
 from async_rl.terminal import visible
 
 if TYPE_CHECKING:
     from async_rl.extensions.ops.slurm.jobs import Scripts
 
 slurm_command = typer.Typer(rich_markup_mode=None)
+bundle_command = typer.Typer(rich_markup_mode=None)
 _Ranks = Annotated[
     int | None,
     typer.Option(
@@ -104,3 +109,39 @@ def _submit(scripts: Scripts) -> None:
     typer.echo("submitted: " + ", ".join(f"{name} as job {job}" for name, job in names.items()))
     typer.echo(visible(f"logs: {scripts.learner.parent}"))
     typer.echo(f"to save and stop: scancel {' '.join(submitted)}; submit again to go on")
+
+
+@bundle_command.command("bundle", short_help="Pack what somebody needs to debug a run, without data and keys.")
+def bundle(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, or the config of a run that has none.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="The archive; NAME-bundle.zip here if unset.")
+    ] = None,
+    quiet: Quiet = False,
+) -> None:
+    """List, then write an archive of RUN for whoever helps to debug it: config, versions, logs, metrics, status, some
+    of the doctor's checks, driver and NCCL environment; and which rank of the learner waits for which.
+
+    It has no rows, rollouts, weights and keys. Values that look like secrets, home directories and names in their paths
+    are replaced. Long logs are cut to head and tail. A log may quote a row in an error: read the archive before you
+    send it.
+
+    \b
+    Example:
+      async-rl bundle runs/quickstart
+    """
+    from async_rl.extensions.ops.bundle import collected
+    from async_rl.run.directory import replaced
+
+    target = out or Path(f"{run.resolve().stem}-bundle.zip")
+    with Progress(quiet=quiet) as progress:
+        files = collected(run, progress.show)
+    for name, (text, note) in files.items():
+        typer.echo(visible(f"{size_text(len(text.encode())):>10}  {name}{note and f'  ({note})'}"))
+    try:
+        with replaced(target) as partial, zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name, (text, note) in files.items():
+                archive.writestr(name, text or note)
+    except OSError as error:
+        raise RunError(f"--out: can't write {target}: {error.strerror}; name another file") from None
+    typer.echo(visible(f"wrote {target} ({size_text(target.stat().st_size)})"))

@@ -9,10 +9,10 @@ from pathlib import Path
 _SECRET_VARIABLE = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL", re.IGNORECASE)
 _VALUE = r"(?:\"[^\"\n]*\"|'[^'\n]*'|[^&\s,;)]+)"
 _SECRETS = re.compile(
-    r"((?:(?:signature|credential|secret|password|api_?key)\w*|(?<![a-z])(?:\w*[_-])?sig|authorization)[\"']?\s*[=:]\s*"
+    r"((?:(?:signature|credential|secret|password|api_?key)\w*|(?<![a-z])(?:\w{0,40}[_-])?sig|authorization)[\"']?\s*[=:]\s*"
     rf"(?:(?:bearer|basic)\s+)?){_VALUE}"
-    r"|((?:token|key)(?!error)\w*[\"']?\s*[=:]\s*)"
-    rf"(?!\{{|\[?[-+\d.e]+(?:[],\s}}]|$)|true|false|null){_VALUE}"
+    r"|((?:tokens?|keys?)\d*[\"']?\s*[=:]\s*)"
+    rf"(?![\[{{]|[-+\d.e]+(?:[\],\s}}]|$)|true|false|null){_VALUE}"
     r"|(://)[^/\s@]+(?=@)"
     r"|()\b(?:hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox[abp]-|AKIA|eyJ)[\w.-]{12,}",
     re.IGNORECASE,
@@ -31,7 +31,8 @@ def redacted(text: str) -> str:
 
 
 def without_names(text: str) -> str:
-    """Return ``text`` with ``~`` for the home directory, and USER for the names of others' homes."""
-    if (home := str(Path.home())) != "/":
-        text = re.sub(rf"{re.escape(home)}(?![\w.-])", "~", text)
+    """Return ``text`` with ``~`` for the home directory, and USER in paths for this user and those of other homes."""
+    if (home := Path.home()).name:
+        text = re.sub(rf"{re.escape(str(home))}(?![\w.-])", "~", text)
+        text = re.sub(rf"(?<=/){re.escape(home.name)}(?![\w.-])", "USER", text)
     return re.sub(r"(/(?:home|Users)/)[^/\s\"']+", r"\1USER", text)
