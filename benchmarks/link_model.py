@@ -13,12 +13,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from async_rl.learner.cards import HASH, PCIE
 from async_rl.weights.collective import library
 from async_rl.weights.collective.library import Communicator
 from async_rl.weights.collective.receiver import NUM_DIGEST_THREADS, dealt_out
 
-PCIE, HASH = 50e9, 10e9
-"""Bytes/s of pinned copies between an H100 and its host, and of a digest by one thread. Assumed, not measured."""
 CHUNK_BYTES = 64 << 20
 STAND_INS = torch.device("meta")
 

@@ -13,15 +13,29 @@ from async_rl.learner.memory_plan import ModelShape, plan_memory
 DEVICE_BYTES = 80e9
 """Memory of the GPUs of the table."""
 
-_SHAPES: Mapping[str, ModelShape] = {
-    "Qwen2.5 0.5B": ModelShape(896, 4864, 24, 896, 128, 151936, is_tied=True),
-    "Qwen2.5 1.5B": ModelShape(1536, 8960, 28, 1536, 256, 151936, is_tied=True),
-    "Qwen2.5 7B": ModelShape(3584, 18944, 28, 3584, 512, 152064, is_tied=False),
-    "Qwen2.5 32B": ModelShape(5120, 27648, 64, 5120, 1024, 152064, is_tied=False),
-    "Llama 3 70B": ModelShape(8192, 28672, 80, 8192, 1024, 128256, is_tied=False),
-    "Qwen3 30B-A3B": ModelShape(
-        2048, 768, 48, 4096, 512, 151936, is_tied=False, num_experts=128, experts_per_token=8, has_head_norms=True
-    ),
+
+def decoder(
+    width: int, mlp: int, layers: int, heads: int, key_heads: int, vocab: int, *, tied: bool = False, **more: Any
+) -> dict[str, Any]:
+    """Return what a model's config.json says of its shape, of a Qwen2 if ``more`` does not say another."""
+    return {
+        "model_type": "qwen2", "hidden_size": width, "intermediate_size": mlp, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": key_heads, "vocab_size": vocab,
+        "tie_word_embeddings": tied, "max_position_embeddings": 131072, **more,
+    }  # fmt: skip
+
+
+_QWEN3 = {"model_type": "qwen3", "head_dim": 128}
+_EXPERTS = {"model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "Qwen2.5 0.5B": decoder(896, 4864, 24, 14, 2, 151936, tied=True),
+    "Qwen2.5 1.5B": decoder(1536, 8960, 28, 12, 2, 151936, tied=True),
+    "Qwen2.5 3B": decoder(2048, 11008, 36, 16, 2, 151936, tied=True),
+    "Qwen3 4B": decoder(2560, 9728, 36, 32, 8, 151936, tied=True, **_QWEN3),
+    "Qwen2.5 7B": decoder(3584, 18944, 28, 28, 4, 152064),
+    "Qwen2.5 32B": decoder(5120, 27648, 64, 40, 8, 152064),
+    "Llama 3 70B": decoder(8192, 28672, 80, 64, 8, 128256),
+    "Qwen3 30B-A3B": decoder(2048, 6144, 48, 32, 4, 151936, **_QWEN3 | _EXPERTS),
 }
 
 ROWS: tuple[tuple[str, Layout, int, str, str, int | None], ...] = (
@@ -58,7 +72,7 @@ def memory(model: str, sizes: Layout, tokens: int, recompute: str, optimizer: st
         # They must fit learner.max_tokens.
         "sampling": {"max_prompt_tokens": 1024, "max_new_tokens": 4096},
     }
-    plan = plan_memory(_SHAPES[model], parse_config(raw, "the table"), sizes)
+    plan = plan_memory(ModelShape.of(MODELS[model]), parse_config(raw, "the table"), sizes)
     parts = [plan.weights, plan.gradients, plan.optimizer, plan.gathered, plan.activations + plan.head]
     return [*parts, needed_bytes(plan, "cuda")]
 

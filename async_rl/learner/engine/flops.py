@@ -11,7 +11,6 @@ Called by ``trained_model.py`` and by ``benchmarks/learner.py``.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -20,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from async_rl.learner.cards import card_of
 from async_rl.learner.data.balance import Work
 from async_rl.learner.data.packing import MicroBatch
 from async_rl.learner.model.heads import head_of
@@ -27,28 +27,6 @@ from async_rl.learner.model.quantized import QuantizedLinear
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-_PEAKS: tuple[tuple[tuple[str, ...], float], ...] = (
-    (("H100", "PCIe"), 756e12),
-    (("H100", "NVL"), 835e12),
-    (("H100",), 989e12),
-    (("H200", "NVL"), 836e12),
-    (("H200",), 989e12),
-    (("GH200",), 989e12),
-    (("H20",), 148e12),
-    (("B200",), 2250e12),
-    (("A100",), 312e12),
-    (("A10",), 125e12),
-    (("A6000",), 155e12),
-    (("L40S",), 362e12),
-    (("L40",), 181e12),
-    (("L4",), 121e12),
-    (("4090",), 165e12),
-    (("3090",), 71e12),
-)
-"""Words of a device's name, and its dense bfloat16 operations per second with sums in float32, by the maker's data
-sheets. The first row whose words are all in the name counts.
-"""
 
 
 def peak_flops_per_s(device_name: str, dtype: torch.dtype) -> float | None:
@@ -58,8 +36,8 @@ def peak_flops_per_s(device_name: str, dtype: torch.dtype) -> float | None:
     """
     if dtype not in (torch.bfloat16, torch.float16):
         return None
-    words = set(re.split(r"[^A-Za-z0-9]+", device_name))
-    return next((peak for needed, peak in _PEAKS if words.issuperset(needed)), None)
+    card = card_of(device_name)
+    return card and card.peak
 
 
 def device_peak(device: torch.device, dtype: torch.dtype) -> float | None:
