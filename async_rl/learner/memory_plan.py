@@ -19,6 +19,7 @@ from async_rl.config.config import Config
 from async_rl.config.generator import has_model
 from async_rl.config.learner import OptimizerName
 from async_rl.config.parallel import Layout
+from async_rl.errors import ModelError
 
 CHUNK_BYTES: Mapping[str, tuple[int, int]] = {"cpu": (80 << 20, 80 << 20), "cuda": (256 << 20, 1 << 30)}
 """Smallest and largest size of a chunk of the head's float32 logits in bytes, by the device's type. Two such buffers
@@ -37,7 +38,7 @@ _UNKNOWN = (
 """Keys of models that have other layers than this module knows."""
 
 
-class UnknownShapeError(ValueError):
+class UnknownShapeError(ModelError, ValueError):
     """The config.json is of a kind of model whose memory can't be predicted. The message says what it lacks."""
 
 

@@ -23,6 +23,7 @@ from async_rl.generator.vllm.adapter import workers_receive
 from async_rl.launch.checks.finding import Finding
 from async_rl.launch.checks.learner_memory import shape_of
 from async_rl.launch.checks.placement import VISIBLE, visible_devices
+from async_rl.learner.cards import Machines
 from async_rl.learner.memory_plan import UnknownShapeError, compute_bytes, num_sampling_copies, state_bytes
 from async_rl.output import size_text
 from async_rl.process.cgroup import available_memory, limit_text
@@ -173,9 +174,8 @@ class HostMemory:
     processes: int
 
     @classmethod
-    def of(cls, config: Config) -> Self:
-        """Return what ``config`` needs on this machine."""
-        device = "cuda" if has_gpu() else "cpu"
+    def of(cls, config: Config, device: str) -> Self:
+        """Return what ``config`` needs beside a ``device``, "cpu" or "cuda"."""
         learner, generator = learner_bytes(config, device), generator_bytes(config, device)
         scorers = scorer_bytes(config) if device == "cpu" else 0
         return cls(learner, generator, config.generator.count, scorers, process_bytes(config))
@@ -186,12 +186,17 @@ class HostMemory:
         return self.learner + self.num_generators * self.generator + self.scorers
 
 
-def check_memory(config: Config) -> Iterator[Finding]:
+def check_memory(config: Config, machines: Machines | None = None) -> Iterator[Finding]:
     """Check that the host has memory for the processes that ``launch`` starts, within the limit of this process's
-    cgroup. Without room for what they take besides models it is a warning.
+    cgroup; or that the hosts of ``machines`` have. Without room for what they take besides models it is a warning.
     """
-    needed, available = HostMemory.of(config), _available()
-    where = f"{size_text(available)} available of {limit_text()}"
+    needed = HostMemory.of(config, "cuda" if machines or has_gpu() else "cpu")
+    if machines:
+        available = int(machines.num_nodes * machines.host_bytes)
+        where = f"{size_text(available)} of {machines.name}"
+    else:
+        available = _available()
+        where = f"{size_text(available)} available of {limit_text()}"
     parts = f"{size_text(needed.learner)} for the learner, {size_text(needed.generator)} for each of "
     parts += f"generator.count = {needed.num_generators} generators"
     parts += f", {size_text(needed.scorers)} for scorers" if needed.scorers else ""

@@ -19,6 +19,7 @@ from async_rl.launch.checks.capacity import backend_here, has_gpu
 from async_rl.launch.checks.finding import Finding
 from async_rl.launch.checks.learner_memory import MARGIN, RESERVED_BYTES, needed_bytes, propose, shape_of
 from async_rl.launch.checks.placement import VISIBLE, Placement, place, visible_devices
+from async_rl.learner.cards import Machines
 from async_rl.learner.memory_plan import MemoryPlan, ModelShape, UnknownShapeError, compute_bytes, plan_memory
 from async_rl.output import size_text
 from async_rl.process.cgroup import available_memory
@@ -66,7 +67,9 @@ def device_sizes() -> Sequence[int]:
     return [torch.cuda.get_device_properties(index).total_memory for index in range(count)]
 
 
-def check_device_memory(config: Config, num_ranks: int, *, is_alone: bool) -> list[Finding]:
+def check_device_memory(
+    config: Config, num_ranks: int, *, is_alone: bool, machines: Machines | None = None
+) -> list[Finding]:
     """Check that there is room on the fullest device; and that there is while a rank samples with vLLM.
 
     A finding is a FAIL if the processes can't run so, and a WARN if the room is within the prediction's error; the fix
@@ -78,23 +81,25 @@ def check_device_memory(config: Config, num_ranks: int, *, is_alone: bool) -> li
     Args:
         num_ranks: number of the learner's ranks.
         is_alone: only ranks of the learner start here, and no generators and scorers.
+        machines: whose devices these are. None: this one.
 
     Raises:
         ConfigError: the ranks can't be divided as ``[parallel]`` says, or there are too few devices.
     """
-    sizes_in_order = device_sizes()
+    sizes_in_order = device_sizes() if machines is None else [machines.card.memory_bytes] * machines.total_gpus
     if not sizes_in_order:
         each = available_memory(with_swap=True) / num_ranks
         where = "this machine" if num_ranks == 1 else f"its share of this machine, one of {num_ranks},"
         room = _Device(config, num_ranks, each, "cpu", where).room("device memory", ["learner"], is_training=True)
         return [Finding(room.check, "WARN" if room.state == "FAIL" else room.state, room.found, room.fix)]
-    visible = visible_devices(os.environ) or [str(index) for index in range(len(sizes_in_order))]
+    named = visible_devices(os.environ) if machines is None else []
+    visible = named or [str(index) for index in range(len(sizes_in_order))]
     sizes = dict(zip(visible, sizes_in_order, strict=False))
     if is_alone:
         chosen = config.learner.devices or range(min(num_ranks, len(visible)))
         processes = {visible[index]: ["learner"] for index in chosen if index < len(visible)}
     else:
-        processes = _processes(config, place(config, visible, is_limited=VISIBLE in os.environ))
+        processes = _processes(config, place(config, visible, is_limited=bool(machines) or VISIBLE in os.environ))
     devices = [
         (_Device(config, num_ranks, sizes[name], "cuda", f"GPU {name}"), own)
         for name, own in processes.items() if name in sizes

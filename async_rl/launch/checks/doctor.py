@@ -15,8 +15,10 @@ from async_rl.config.loading import config_data
 from async_rl.errors import AsyncRLError
 from async_rl.launch.checks.check_process import CheckProcess, overdue_finding
 from async_rl.launch.checks.finding import Finding
+from async_rl.launch.checks.prediction import on_machines
 from async_rl.launch.checks.start import Check, Start
 from async_rl.launch.checks.table import caught, checks_of, findings_of
+from async_rl.learner.cards import Machines
 from async_rl.output import Report, ignore
 
 _DEADLINE_S = 60.0
@@ -49,8 +51,9 @@ def run_in_thread(name: str, check: Callable[[], Iterable[Finding]], deadline_s:
 
 
 def run_checks(
-    config: Config, *, insecure: bool, deadline_s: float, with_parity: bool = True, report: Report = ignore
-) -> list[Finding]:
+    config: Config, *, insecure: bool, deadline_s: float, with_parity: bool = True, machines: Machines | None = None,
+    report: Report = ignore,
+) -> list[Finding]:  # fmt: skip
     """Make every check and return the findings, in the order of the table. Of a config for ``sft``, ``rm`` or ``dpo``
     alone only the checks that matter to these commands are made.
 
@@ -58,9 +61,12 @@ def run_checks(
         insecure: accept addresses that other machines can reach without keys.
         deadline_s: time limit in seconds of each check that loads data or a model.
         with_parity: compare the log-probabilities of generator and learner, too.
+        machines: check for these, which are not here, instead of this one, by sums over the model's config.json.
         report: gets what is checked, before the doctor waits for that check.
     """
-    start = Start(config, "offline" if config.is_offline_only else "launch", insecure, may_run=True)
+    role = "plan" if machines else "offline" if config.is_offline_only else "launch"
+    config = on_machines(config, machines) if machines else config
+    start = Start(config, role, insecure, may_run=True, machines=machines)
     checks = [check for check in checks_of(start, with_doctors=True) if with_parity or check.name != "parity"]
     return run_table(start, checks, deadline_s=deadline_s, report=report)
 

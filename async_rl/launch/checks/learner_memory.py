@@ -6,7 +6,7 @@ The prediction is that of ``learner.memory_plan``, from the config files of mode
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ def propose(shape: ModelShape, config: Config, num_ranks: int, device_bytes: flo
     """
     reference = config.has_reference_model
     for changes in _changes(shape, config, Layout.of(config.parallel, num_ranks)):
-        changed = _with(config, changes)
+        changed = with_changes(config, changes)
         layout = Layout.of(changed.parallel, num_ranks)
         plan = plan_memory(shape, changed, layout, device=device, has_reference=reference)
         if needed_bytes(plan, device) <= device_bytes:
@@ -76,8 +76,8 @@ def _changes(shape: ModelShape, config: Config, layout: Layout) -> Iterator[dict
     order = ["none", "selective", "full"]
     stronger = order[order.index(config.model.gradient_checkpointing) + 1 :]
     steps += [("model.gradient_checkpointing", how) for how in stronger]
-    if config.optimizer.name == "adamw":
-        steps.append(("optimizer.name", "adamw_bf16"))
+    if config.optimizer.name == "adamw" and not config.lora.is_set:
+        steps += [("optimizer.name", name) for name in ("adamw_bf16", "adamw_8bit")]
     longest = config.sampling.max_prompt_tokens + config.sampling.max_new_tokens
     tokens = config.learner.max_tokens
     while tokens * layout.sequence // 2 >= longest:
@@ -114,7 +114,8 @@ def _layouts(shape: ModelShape, layout: Layout) -> Iterator[dict[str, int]]:
         yield from ({"tensor": tensor[-1], "pipeline": size} for size in further if size <= shape.num_layers)
 
 
-def _with(config: Config, changes: dict[str, Any]) -> Config:
+def with_changes(config: Config, changes: Mapping[str, Any]) -> Config:
+    """Return ``config`` with other values of the keys in ``changes``, such as ``learner.nproc``, unchecked."""
     for key, value in changes.items():
         section, _, name = key.partition(".")
         config = config.model_copy(update={section: getattr(config, section).model_copy(update={name: value})})

@@ -13,6 +13,7 @@ from async_rl.data.dataset import LoadedRows, Row
 from async_rl.launch.checks.addresses import serves_here
 from async_rl.launch.checks.data import TRAIN, load_all_rows
 from async_rl.launch.checks.finding import Finding
+from async_rl.learner.cards import Machines
 
 Moment = Literal["config", "files", "machine", "trial", "doctor", "process"]
 """What a check needs: the config alone, files that it names, this machine, or a trial of the user's code.
@@ -20,8 +21,9 @@ Moment = Literal["config", "files", "machine", "trial", "doctor", "process"]
 Those of the last two only the doctor makes, because they take long or only show what is there; the last in a process
 of its own, because it may hang, crash the interpreter or keep much memory.
 """
-Role = Literal["launch", "learner", "offline", "generator"]
-"""What starts: ``launch`` with all its processes, a learner or a generator by hand, or a command such as sft."""
+Role = Literal["launch", "learner", "offline", "generator", "plan"]
+"""What starts: ``launch`` with all its processes, a learner or a generator by hand, a command such as sft; or nothing,
+in a plan for machines that are not here."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Start:
         insecure: addresses may be open to a network without keys.
         may_run: the run may be at work already, as the doctor looks at it.
         connect: the queue server's address as this machine's generators reach it; None on the learner's machine.
+        machines: of a plan.
     """
 
     config: Config
@@ -39,11 +42,12 @@ class Start:
     insecure: bool = False
     may_run: bool = False
     connect: str | None = None
+    machines: Machines | None = None
 
     @property
     def devices_of(self) -> tuple[str, ...]:
         """The sections of the processes with devices that start here."""
-        if self.role == "launch":
+        if self.role in ("launch", "plan"):
             return ("learner", "generator")
         return ("generator",) if self.role == "generator" else ("learner",)
 
@@ -60,7 +64,7 @@ class Start:
         Raises:
             UserError: one can't be loaded.
         """
-        is_here = self.role == "launch" or serves_here(self.config)
+        is_here = self.role == "launch" or (self.role != "plan" and serves_here(self.config))
         return load_all_rows(self.config) if is_here else {}
 
     @property

@@ -22,6 +22,7 @@ from async_rl.launch.checks.capacity import check_disk, check_memory
 from async_rl.launch.checks.device_memory import check_device_memory
 from async_rl.launch.checks.extensions import find_packages
 from async_rl.launch.checks.finding import Finding, warnings
+from async_rl.launch.checks.prediction import find_prediction
 from async_rl.launch.checks.start import Check, Role, Start
 from async_rl.launch.checks.user_code_trial import try_loss
 from async_rl.learner.checkpoints.mirror import mirror_of
@@ -40,6 +41,7 @@ _LAUNCH: tuple[Role, ...] = ("launch",)
 _LEARNERS: tuple[Role, ...] = ("launch", "learner")
 _TRAINERS: tuple[Role, ...] = (*_LEARNERS, "offline")
 _ALL: tuple[Role, ...] = (*_TRAINERS, "generator")
+_PLANS: tuple[Role, ...] = (*_LAUNCH, "plan")
 
 
 def _check_address(start: Start) -> Iterable[Finding]:
@@ -83,9 +85,9 @@ CHECKS: tuple[Check, ...] = (
     Check("versions", "doctor", _ALL, lambda s: machine.check_versions()),
     Check("packages", "doctor", _ALL, lambda s: find_packages()),
     Check("cores", "doctor", _ALL, lambda s: machine.find_cores()),
-    Check("ranks", "config", _LEARNERS, lambda s: settings.check_ranks(s.config, s.num_ranks)),
-    Check("engine keys", "config", (*_LEARNERS, "generator"), lambda s: settings.check_engine_keys(s.config)),
-    Check("extension", "config", _TRAINERS, lambda s: check_extension_settings(s.config)),
+    Check("ranks", "config", (*_LEARNERS, "plan"), lambda s: settings.check_ranks(s.config, s.num_ranks)),
+    Check("engine keys", "config", (*_LEARNERS, "generator", "plan"), lambda s: settings.check_engine_keys(s.config)),
+    Check("extension", "config", (*_TRAINERS, "plan"), lambda s: check_extension_settings(s.config)),
     Check("run.dir", "files", _LEARNERS, lambda s: check_writable(Path(s.config.run.dir), "run.dir")),
     Check("queue.address", "machine", _LEARNERS, _check_address),
     Check("weights.port", "machine", _LEARNERS, lambda s: addresses.check_weights_ports(s.config)),
@@ -105,19 +107,24 @@ CHECKS: tuple[Check, ...] = (
           lambda s: _offered("offline", s) if s.config.offline_commands else ()),
     Check("model", "files", _TRAINERS, lambda s: models.check_policy(s.config)),
     Check("critic", "files", _LEARNERS, lambda s: models.check_critic(s.config)),
-    Check("parallel", "files", _TRAINERS, lambda s: settings.check_division(s.config), needs=("model",)),
+    Check("parallel", "files", (*_TRAINERS, "plan"), lambda s: settings.check_division(s.config), needs=("model",)),
     Check("model.routing_replay", "files", _LEARNERS, lambda s: settings.check_routing(s.config), needs=("model",)),
     Check("compiler", "machine", _TRAINERS, lambda s: machine.check_compiler(s.config)),
     Check("disk", "machine", _LEARNERS, lambda s: check_disk(s.config), needs=("run.dir", "model")),
     Check("temporary files", "doctor", ("generator",), lambda s: machine.check_scratch()),
-    Check("memory", "machine", _LAUNCH, lambda s: check_memory(s.config), needs=("model",)),
-    Check("device memory", "machine", _TRAINERS,
-          lambda s: check_device_memory(s.config, s.num_ranks, is_alone=s.role != "launch"),
+    Check("memory", "machine", _PLANS, lambda s: check_memory(s.config, s.machines), needs=("model",)),
+    Check("device memory", "machine", (*_TRAINERS, "plan"),
+          lambda s: check_device_memory(
+              s.config, s.num_ranks, is_alone=s.role not in _PLANS, machines=s.machines
+          ),
           needs=("ranks", "devices", "model")),
+    Check("prediction", "doctor", ("plan",), lambda s: find_prediction(s.config, s.machines) if s.machines else (),
+          needs=("ranks", "parallel")),
     Check("template", "files", _LEARNERS, lambda s: models.check_template(s.config, s.rows), needs=("data", "model")),
     Check("sampling.stop_token_ids", "files", _LEARNERS, lambda s: settings.check_stop_tokens(s.config),
           needs=("model",)),
-    Check("lengths", "files", _LEARNERS, lambda s: data.check_lengths(s.config, s.rows), needs=("data", "template")),
+    Check("lengths", "files", (*_LEARNERS, "plan"), lambda s: data.check_lengths(s.config, s.rows),
+          needs=("data", "template")),
     Check("loss.preset", "doctor", _LAUNCH,
           lambda s: [Finding("loss.preset", "OK", line)] if (line := preset_line(s.config)) else []),
     Check("age of data", "doctor", _LAUNCH, lambda s: [settings.find_age(s.config)]),

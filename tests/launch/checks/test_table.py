@@ -180,7 +180,7 @@ def test_a_network_file_system_and_a_full_disk(root: Path, monkeypatch: pytest.M
 def test_memory_for_the_models_alone_is_a_warning(root: Path, monkeypatch: pytest.MonkeyPatch, more: int, state: str):
     config = make_config(root)
     monkeypatch.setattr(capacity, "has_gpu", lambda: False)
-    needed = HostMemory.of(config).models + HostMemory.of(config).processes
+    needed = HostMemory.of(config, "cpu").models + HostMemory.of(config, "cpu").processes
     monkeypatch.setattr(capacity, "available_memory", lambda with_swap: needed + more)
     (found,) = made(config, "memory")
     assert (found.state, bool(found.fix)) == (state, state == "WARN")
