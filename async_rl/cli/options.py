@@ -99,6 +99,10 @@ DoctorConnect = Annotated[
         help="Check this machine for generators of the run whose queue server has this address. Needs no CONFIG.",
     ),
 ]
+DoctorOn = Annotated[
+    str | None,
+    typer.Option("--on", metavar="GPUS", help="Predict CONFIG elsewhere: 8xH100; 2x8xH100 (two nodes); 8xH100,1500GB."),
+]
 Parity = Annotated[
     bool,
     typer.Option(help="With CONFIG, load the model in both engine and learner, and compare their log-probabilities."),

@@ -17,6 +17,7 @@ from async_rl.cli.options import (
     CheckTimeout,
     ConfigPath,
     DoctorConnect,
+    DoctorOn,
     Insecure,
     Keys,
     Overrides,
@@ -129,6 +130,7 @@ def doctor(
     ] = None,
     overrides: Overrides = None,
     connect: DoctorConnect = None,
+    on: DoctorOn = None,
     keys: Keys = None,
     insecure: Insecure = False,
     parity: Parity = True,
@@ -141,12 +143,14 @@ def doctor(
     With CONFIG it checks versions, devices, disk, ports, a real broadcast between two ranks, data, tokenizer, the
     rendered first prompt, the reward on sample rows, and whether engine and learner give the same tokens the same
     log-probabilities. With --connect it joins the run as a generator would: queue server, clock, versions, disk, a
-    real transfer of the weights, engine and memory. The exit code is 1 if a check failed.
+    real transfer of the weights, engine and memory. With --on it says for other machines whether CONFIG fits them, and
+    predicts a step. The exit code is 1 if a check failed.
 
     \b
     Examples:
       async-rl doctor run.toml
       async-rl doctor --connect tcp://10.0.0.1:5555 --keys node-b.key
+      async-rl doctor run.toml --on 8xH100
     """
     from async_rl.errors import ConfigError
 
@@ -155,7 +159,10 @@ def doctor(
             f"expected either CONFIG or --connect ADDRESS, got {'neither' if config is None else 'both'}; name the "
             f"config on the learner's machine, or the queue server's address on a generator's machine"
         )
+    if on is not None and config is None:
+        raise ConfigError("--on: expected CONFIG, too, got --connect; name the config to predict")
     from async_rl.launch.checks.finding import exit_code, findings_json, print_table
+    from async_rl.learner.cards import Machines
 
     command = "launch"
     with Progress(quiet=quiet) as progress, prints_to_stderr():
@@ -169,15 +176,16 @@ def doctor(
             if resolved.is_offline_only:
                 command = resolved.offline_commands[0]
             found = run_checks(
-                resolved, insecure=insecure, deadline_s=timeout, with_parity=parity, report=progress.show
-            )
+                resolved, insecure=insecure, deadline_s=timeout, with_parity=parity, report=progress.show,
+                machines=None if on is None else Machines.parse("--on", on),
+            )  # fmt: skip
         else:
             found = _check_node(str(connect), overrides or [], keys, insecure, timeout, progress)
     if as_json:
         print_json(findings_json(found))
     else:
         print_table(found)
-        if not exit_code(found):
+        if not exit_code(found) and on is None:
             typer.echo(
                 visible(f"next: {_after_doctor(command, config, connect, overrides or [], keys, insecure=insecure)}")
             )
