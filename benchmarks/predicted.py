@@ -1,10 +1,10 @@
 """Predicts, without a GPU, what a learner with H100s takes: ``python -m benchmarks.predicted [SHAPE ...]``.
 
 A micro-batch of the real learner runs on fake tensors: shapes only, no values. Every kernel that torch would start
-costs the longest of its bytes by ``BANDWIDTH``, its operations by ``PRODUCTS`` or flash attention's rate, and
-``LAUNCH_S``. Copies and collectives of FSDP are left out. Memory is the doctor's prediction. A version has the
-product's own layout and takes the seconds of ``link_model``. All rates are assumptions about an H100 (SXM); none was
-measured by us. ``--parts`` prints where a micro-batch's time goes instead, ``--versions`` what versions cost a step.
+costs the longest of its bytes, its operations, and ``LAUNCH_S``, by the rates of ``async_rl.learner.cards``. The
+doctor's prediction has the same rates; a test compares them. Copies and collectives of FSDP are left out. Memory is the
+doctor's prediction. A version has the product's own layout and takes the seconds of ``link_model``. ``--parts`` prints
+where a micro-batch's time goes instead, ``--versions`` what versions cost a step.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ from torch.utils.flop_counter import flop_registry
 from async_rl.config.config import Config
 from async_rl.config.loading import parse_config
 from async_rl.config.parallel import Layout
+from async_rl.launch.checks.prediction import version_seconds
 from async_rl.learner import memory_plan
+from async_rl.learner.cards import CARDS, COMPUTED, COPIED, NVLINK
 from async_rl.learner.data.packing import pack
-from async_rl.learner.engine.flops import StepFlops, peak_flops_per_s
+from async_rl.learner.engine.flops import StepFlops
 from async_rl.learner.losses.objective import policy_objective
 from async_rl.learner.memory_plan import ModelShape, plan_memory
 from async_rl.learner.model import attention, logprobs
@@ -39,47 +41,38 @@ from async_rl.learner.model.recomputation import recompute
 from async_rl.learner.sequences import TrainSequence
 from async_rl.weights.manifest import Layout as VersionLayout
 from async_rl.weights.manifest import LayoutPlan
-from benchmarks.link_model import CHUNK_BYTES, PCIE, simulated_s
+from benchmarks.link_model import CHUNK_BYTES, simulated_s
+from benchmarks.memory_table import MODELS
 
-BANDWIDTH, PRODUCTS, LAUNCH_S = 2.7e12, 620e12, 2.5e-6
-"""Of the device's memory in bytes/s, of matrix products in bfloat16 in operations/s; seconds of the smallest kernel."""
-FLASH = {"forward": 350e12, "backward": 280e12}
+CARD = next(card for card in CARDS if card.words == ("H100",))
+LAUNCH_S = 2.5e-6
+"""Seconds of the smallest kernel."""
+FLASH = dict(zip(("forward", "backward"), CARD.attended_per_s(), strict=True))
 """Operations/s of flash attention."""
-NVLINK, HASH_ALL = 200e9, 40e9
-"""Bytes/s of a broadcast between devices, and of the digests by all threads of staging."""
 
 _RANKS_PER_HOST, _STEP_MICRO_BATCHES = 8, 64
 
 
 class Shape(NamedTuple):
-    """A model's shape and how it is trained: on so many devices, with so much recomputed. It runs as a Qwen2."""
+    """A model, by its config.json, and how it is trained: on so many devices, with so much recomputed."""
 
-    width: int
-    mlp: int
-    layers: int
-    heads: int
-    key_heads: int
-    vocab: int
-    is_tied: bool
+    config: Mapping[str, Any]
     num_ranks: int
     checkpointing: str
 
-    def hf_config(self) -> dict[str, Any]:
-        return {
-            "hidden_size": self.width, "intermediate_size": self.mlp, "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads, "num_key_value_heads": self.key_heads, "vocab_size": self.vocab,
-            "tie_word_embeddings": self.is_tied, "max_position_embeddings": 32768,
-        }  # fmt: skip
+    @property
+    def model(self) -> ModelShape:
+        return ModelShape.of(self.config)
 
 
 SHAPES = {
-    "0.5B": Shape(896, 4864, 24, 14, 2, 151936, True, 1, "none"),
-    "1.5B": Shape(1536, 8960, 28, 12, 2, 151936, True, 1, "selective"),
-    "7B": Shape(3584, 18944, 28, 28, 4, 152064, False, 8, "full"),
-    "32B": Shape(5120, 27648, 64, 40, 8, 152064, False, 16, "full"),
-    "70B": Shape(8192, 28672, 80, 64, 8, 128256, False, 64, "full"),
+    "0.5B": Shape(MODELS["Qwen2.5 0.5B"], 1, "none"),
+    "1.5B": Shape(MODELS["Qwen2.5 1.5B"], 1, "selective"),
+    "4B": Shape(MODELS["Qwen3 4B"], 8, "full"),
+    "7B": Shape(MODELS["Qwen2.5 7B"], 8, "full"),
+    "32B": Shape(MODELS["Qwen2.5 32B"], 16, "full"),
+    "70B": Shape(MODELS["Llama 3 70B"], 64, "full"),
 }
-"""Of Qwen2.5, and of Llama 3 70B."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +138,7 @@ class Meter(TorchDispatchMode):
         return out
 
     def _seconds(self, func: Any, args: Any, kwargs: Any, out: Any, tensors: Sequence[Tensor]) -> float:
-        name, rate, operations = func._schema.name, PRODUCTS, 0.0
+        name, rate, operations = func._schema.name, COMPUTED * CARD.peak, 0.0
         moved = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         if _is_attention(name):
             heads, width = tensors[0].shape[-2:]
@@ -159,7 +152,7 @@ class Meter(TorchDispatchMode):
         elif "scatter" in name:
             moved = sum(t.numel() * t.element_size() for t in tensors if t is not args[0] and t is not out)
             moved += args[2].numel() * args[0].element_size()  # writes as many elements as there are indices
-        return max(moved / BANDWIDTH, operations / rate, LAUNCH_S)
+        return max(moved / (COPIED * CARD.bandwidth), operations / rate, LAUNCH_S)
 
 
 def _written_only(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
@@ -182,13 +175,11 @@ def predict(shape: Shape, *, max_tokens: int = 16384, length: int = 1024) -> Pre
     config = _config(shape, max_tokens)
     meter, flops = _micro_batch(shape, config, length)
     whole_s = sum(meter.seconds.values())
-    peak = peak_flops_per_s("NVIDIA H100 80GB HBM3", torch.bfloat16)
-    assert peak is not None
-    plan = plan_memory(ModelShape.of(shape.hf_config()), config, Layout(shards=shape.num_ranks))
-    version, number = version_layout(shape), ModelShape.of(shape.hf_config()).num_parameters
+    plan = plan_memory(shape.model, config, Layout(shards=shape.num_ranks))
+    version, number = version_layout(shape), shape.model.num_parameters
     return Prediction(
         micro_batch_s=whole_s,
-        mfu=flops / whole_s / peak,
+        mfu=flops / whole_s / CARD.peak,
         head_share=meter.seconds["head"] / whole_s,
         peak_bytes=plan.total,
         version_bytes=version.size_bytes,
@@ -203,8 +194,8 @@ def pause_parts(shape: Shape, num_hosts: int = 1) -> tuple[float, float]:
 
     ``num_hosts``: so many hosts share the latter. Today it is one.
     """
-    size = version_layout(shape).size_bytes
-    return size / NVLINK if shape.num_ranks > 1 else 0.0, size / min(PCIE, HASH_ALL) / num_hosts
+    gather, copy = version_seconds(version_layout(shape).size_bytes, shape.num_ranks)
+    return gather, copy / num_hosts
 
 
 def predict_parts(shape: Shape, *, max_tokens: int = 16384, length: int = 1024) -> PartTimes:
@@ -231,10 +222,10 @@ def fused_s(shape: Shape, num_tokens: int) -> float:
     their input, the residual's gradient, and 3 or 2 gradients of the products behind them), the rotation, the
     activation (3 reads, 2 writes), and the sums of the gradients for three biases.
     """
-    queries, keys = shape.width, shape.key_heads * shape.width // shape.heads
-    forward = 8 * shape.width + 2 * (queries + keys) + 3 * shape.mlp
-    backward = 11 * shape.width + 2 * (queries + keys) + 5 * shape.mlp + queries + 2 * keys
-    return 2 * (forward + backward) * shape.layers * num_tokens / BANDWIDTH
+    model = shape.model
+    forward = 8 * model.width + 2 * (model.queries + model.keys) + 3 * model.mlp
+    backward = 11 * model.width + 2 * (model.queries + model.keys) + 5 * model.mlp + model.queries + 2 * model.keys
+    return 2 * (forward + backward) * model.num_layers * num_tokens / (COPIED * CARD.bandwidth)
 
 
 def _config(shape: Shape, max_tokens: int) -> Config:
@@ -249,7 +240,9 @@ def _config(shape: Shape, max_tokens: int) -> Config:
 def _micro_batch(shape: Shape, config: Config, length: int) -> tuple[Meter, float]:
     """Return the times of the trunk and of the head, and the operations that a micro-batch must compute."""
     count = config.learner.max_tokens // length
-    (micro_batches,) = pack(_sequences(count, length, shape.vocab), max_tokens=config.learner.max_tokens, num_ranks=1)
+    (micro_batches,) = pack(
+        _sequences(count, length, shape.model.vocab), max_tokens=config.learner.max_tokens, num_ranks=1
+    )
     objective, meter = policy_objective(config), Meter([length] * count)
     with FakeTensorMode(allow_non_fake_inputs=True), _kernels_of_a_gpu():
         model = _fake_model(shape)
@@ -290,9 +283,9 @@ def _fake(array: np.ndarray) -> Tensor:
 
 
 def _fake_model(shape: Shape) -> Any:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    return Qwen2ForCausalLM._from_config(Qwen2Config(**shape.hf_config()), dtype=torch.bfloat16)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape.config), dtype=torch.bfloat16)
 
 
 def _sequences(count: int, length: int, vocab: int) -> list[TrainSequence]:
@@ -313,14 +306,14 @@ def _sequences(count: int, length: int, vocab: int) -> list[TrainSequence]:
 
 def version_layout(shape: Shape) -> VersionLayout:
     """Return the layout of a version in bfloat16, as staging makes it."""
-    plan, keys = LayoutPlan(CHUNK_BYTES), shape.key_heads * shape.width // shape.heads
-    plan.place("embedding", "bfloat16", (shape.vocab, shape.width))
-    square, up = (shape.width, shape.width), (shape.mlp, shape.width)
-    for layer in range(shape.layers):
-        for index, size in enumerate((square, square, (keys, shape.width), (keys, shape.width), up, up, up[::-1])):
+    plan, model = LayoutPlan(CHUNK_BYTES), shape.model
+    plan.place("embedding", "bfloat16", (model.vocab, model.width))
+    square, narrow, up = (model.queries, model.width), (model.keys, model.width), (model.mlp, model.width)
+    for layer in range(model.num_layers):
+        for index, size in enumerate((square, square[::-1], narrow, narrow, up, up, up[::-1])):
             plan.place(f"{layer}.{index}", "bfloat16", size)
-    if not shape.is_tied:
-        plan.place("head", "bfloat16", (shape.vocab, shape.width))
+    if not model.is_tied:
+        plan.place("head", "bfloat16", (model.vocab, model.width))
     return plan.layout
 
 
