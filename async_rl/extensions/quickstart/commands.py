@@ -88,7 +88,7 @@ def init(
         str | None, typer.Option("--answer-column", metavar="NAME", help="The column of DATA with the right answers.")
     ] = None,
     gpus: Annotated[
-        int | None, typer.Option("--gpus", metavar="N", min=0, help="GPUs of this machine to use; 0 uses the CPU.")
+        str | None, typer.Option("--gpus", metavar="GPUS", help="GPUs to use, 0: the CPU; of another machine: 8xH100.")
     ] = None,
     from_verl: Annotated[
         Path | None,

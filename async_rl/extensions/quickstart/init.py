@@ -28,6 +28,9 @@ from async_rl.data.chat import context_length, load_tokenizer, render_prompt
 from async_rl.data.dataset import parse_row, rules_of
 from async_rl.data.files import Source
 from async_rl.errors import AsyncRLError, ConfigError, DataError, ModelError
+from async_rl.launch.checks.learner_memory import shape_of
+from async_rl.launch.checks.prediction import best_step, on_machines, smallest_that_fits
+from async_rl.learner.cards import Machines
 from async_rl.output import Progress
 from async_rl.process.user_code import is_code_name
 from async_rl.terminal import visible
@@ -149,7 +152,7 @@ class Given:
     reward: str | None = None
     prompt: str | None = None
     answer: str | None = None
-    num_gpus: int | None = None
+    gpus: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +165,8 @@ class Plan:
         evaluation: the evaluation data; empty for none.
         reward: a name in ``REWARD_TYPES``, ``OWN_REWARD``, or ``file.py:function``.
         prompt, answer: columns of the prompt and of the reference answer. ``answer`` is None if the data has none.
-        num_gpus: number of GPUs of this machine to use.
+        num_gpus: number of GPUs to use.
+        machines: the machine with these, if it is not this one.
         name: name of the run's directory in ``runs``.
     """
 
@@ -173,6 +177,7 @@ class Plan:
     prompt: str
     answer: str | None
     num_gpus: int
+    machines: Machines | None
     name: str
 
 
@@ -235,6 +240,8 @@ def _values(plan: Plan, reward_file: Path) -> dict[str, Any]:
         **({"eval": {"every": 25}} if plan.evaluation else {}),
     }
     _fit_context(values["sampling"], plan.model)
+    if plan.machines is not None:
+        _divide(values, plan.machines)
     if own not in REWARD_TYPES:
         values["generator"]["allow_code"] = [own.partition(":")[0]]
     return values
@@ -303,6 +310,25 @@ def _fit_first_prompt(values: dict[str, Any], first_row: Mapping[str, Any]) -> N
         values["learner"]["max_tokens"] = longest
 
 
+def _divide(values: dict[str, Any], machines: Machines) -> None:
+    """Divide the GPUs of ``machines`` between learner and generators so that a step is fast, with as little recomputed
+    as fits.
+
+    Raises:
+        UserError: nothing fits, or the model is of an unknown kind.
+    """
+    config = on_machines(parse_config(values, "the answers"), machines)
+    shape = shape_of(config.model.path)
+    if (best := best_step(shape, config, machines)) is None:
+        raise ConfigError(
+            f"--gpus: expected GPUs on which {config.model.path} fits, got {machines.name}; "
+            f"{smallest_that_fits(shape, config, machines)}"
+        )
+    for key, value in best.changes.items():
+        section, _, name = key.partition(".")
+        values.setdefault(section, {})[name] = value
+
+
 def _learning_rate(model: str) -> float:
     """Return a learning rate that changes a model of this size within tens of steps.
 
@@ -322,10 +348,9 @@ def _sizes(num_gpus: int) -> dict[str, dict[str, Any]]:
     if num_gpus == 1:
         learner["devices"] = generator["devices"] = [0]
         generator |= {"memory_fraction": 0.4, "double_buffer": False}
-    elif num_gpus > 1:
-        num_ranks = num_gpus // 2
-        learner |= {"nproc": num_ranks, "devices": list(range(num_ranks))}
-        generator |= {"count": num_gpus - num_ranks, "devices": list(range(num_ranks, num_gpus))}
+    elif num_gpus > 1:  # launch gives the first devices to the learner
+        learner["nproc"] = num_gpus // 2
+        generator["count"] = num_gpus - num_gpus // 2
     return {
         "sampling": {
             "group_size": 4 if is_small else 8,
@@ -344,9 +369,11 @@ def shown_row(row: Mapping[str, Any], *, width: int) -> list[str]:
     return [f"  {name}: {json.dumps(value, ensure_ascii=False, default=str)}"[:width] for name, value in row.items()]
 
 
-def next_commands(config: Path) -> Sequence[str]:
+def next_commands(config: Path, machines: Machines | None = None) -> Sequence[str]:
     """Return the commands to try next, with what they do."""
+    there = [f"async-rl doctor {config} --on {machines.name}    # predicts memory and seconds"] if machines else []
     return (
+        *there,
         f"async-rl doctor {config}    # checks model, data, reward and machine",
         f"async-rl launch {config}    # trains; Ctrl-C saves, the same command goes on",
         f"async-rl config {config} --explain queue    # what the keys of a section mean",
@@ -411,7 +438,7 @@ def write_config(config: Path, given: Given) -> list[str]:
     elif plan.reward == OWN_REWARD:
         lines.append(f"{reward_file} exists and stays as it is; its function score is the reward of every answer")
     write_new(files)
-    return [*lines, "next:", *(f"  {command}" for command in next_commands(config))]
+    return [*lines, "next:", *(f"  {command}" for command in next_commands(config, plan.machines))]
 
 
 def write_new(files: Mapping[Path, str]) -> None:
@@ -474,10 +501,9 @@ def _ask(config: Path, given: Given) -> tuple[Plan, Columns]:
     evaluation = given.evaluation
     if evaluation is None:
         evaluation = _answer(asks, "--eval", "Evaluation data (empty for none)", _read_evaluation, "")
-    num_gpus = given.num_gpus
-    if num_gpus is None:
-        num_gpus = _answer(asks, "--gpus", "GPUs to use (0: CPU)", _read_number, str(num_gpus_here()))
-    plan = Plan(model, data, evaluation, reward, prompt, answer, num_gpus, name=config.stem)
+    asks_gpus = asks and given.gpus is None
+    gpus = _answer(asks_gpus, "--gpus", "GPUs to use (0: CPU)", _read_gpus, given.gpus or str(num_gpus_here()))
+    plan = Plan(model, data, evaluation, reward, prompt, answer, *gpus, name=config.stem)
     check_answers(plan, columns)
     return plan, columns
 
@@ -517,10 +543,11 @@ def _read_evaluation(text: str) -> str:
     return text
 
 
-def _read_number(text: str) -> int:
-    if not text.isdecimal():
-        raise ConfigError(f"--gpus: expected a number of GPUs, 0 or more, got {text!r}; give a number")
-    return int(text)
+def _read_gpus(text: str) -> tuple[int, Machines | None]:
+    if text.isdecimal():
+        return int(text), None
+    machines = Machines.parse("--gpus: expected a number; or", text)
+    return machines.total_gpus, machines
 
 
 _REWARD_QUESTION = f"Reward ({', '.join(REWARD_TYPES)}, {OWN_REWARD} for your own function)"

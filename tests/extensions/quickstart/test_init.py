@@ -66,8 +66,8 @@ def test_the_columns_and_the_reward_are_found_in_the_data_and_every_key_has_a_co
     ("gpus", "learner", "generator"),
     [
         (1, {"devices": [0]}, {"count": 1, "devices": [0], "memory_fraction": 0.4}),
-        (2, {"nproc": 1, "devices": [0]}, {"count": 1, "devices": [1]}),
-        (5, {"nproc": 2, "devices": [0, 1]}, {"count": 3, "devices": [2, 3, 4]}),
+        (2, {"nproc": 1}, {"count": 1}),
+        (5, {"nproc": 2}, {"count": 3}),
     ],
 )
 def test_the_gpus_are_divided_between_learner_and_generators(

@@ -14,6 +14,8 @@ from threading import Thread
 
 import pytest
 
+from async_rl.config.loading import load_config
+from benchmarks.memory_table import MODELS
 from tests.generator.tiny_model import write_model
 
 COMMIT = "a" * 40
@@ -78,3 +80,32 @@ def test_a_model_of_the_hub_is_checked_by_its_files_and_its_weights_are_not_fetc
     assert (code, "not predicted" in text) == (0, False), text
     assert "expected *.safetensors in lab/pickled, got none" in problems("lab/pickled")[1]
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
+
+
+PLANS = """
+import sys
+from async_rl.cli.main import main
+for model in sys.argv[1:]:
+    options = ["--model", f"lab/{model}", "--data", "rows.jsonl", "--gpus", "8xH100"]
+    for words in (["init", f"{model}.toml", *options], ["doctor", f"{model}.toml", "--on", "8xH100"]):
+        try:
+            main(words)
+        except SystemExit as leaving:
+            assert not leaving.code, words
+"""
+
+
+def test_a_model_of_the_hub_is_planned_for_a_node_that_is_not_here_by_its_config_alone(tmp_path: Path, hub: str):
+    models = ("0.5B", "7B", "32B")
+    for model in models:
+        (tmp_path / "hub" / model).mkdir(parents=True)
+        (tmp_path / "hub" / model / "config.json").write_text(json.dumps(MODELS[f"Qwen2.5 {model}"]))
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1", "gt_answer": "2"}\n')
+    done = subprocess.run(
+        [sys.executable, "-c", PLANS, *models], capture_output=True, text=True, timeout=240, cwd=tmp_path,
+        env={**os.environ, "HF_ENDPOINT": hub, "HF_HOME": str(tmp_path / "cache")}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("no check failed\n") == 3, done.stdout
+    said = [load_config(tmp_path / f"{model}.toml").model.gradient_checkpointing for model in models]
+    assert said == ["none", "full", "full"]
