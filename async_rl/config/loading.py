@@ -37,6 +37,11 @@ _ROUTER_KEYS = (
     "router_z_loss_coef", "update_router_bias",
 )  # fmt: skip
 """Names under which a user may ask for a loss of the routers or for updates of their bias, in any section."""
+_REPLACED: Mapping[str, str] = dict.fromkeys(
+    ("queue.adaptive", "experimental.adaptive_min_ess", "experimental.adaptive_max_kl"),
+    'remove it: queue.run_ahead = "auto" keeps data younger than a bound that lowers itself did',
+)
+"""Key that measurements took out -> what replaces it."""
 _EXPECTED: Mapping[str, str] = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
@@ -224,6 +229,8 @@ def explain_error(detail: Mapping[str, Any]) -> str:
             f"another reason than the reward: routers are trained by [loss] alone, and their bias stays as it is; "
             f"remove the key"
         )
+    if detail["type"] == "extra_forbidden" and key in _REPLACED:
+        return f"{key}: unknown key; {_REPLACED[key]}"
     if detail["type"] == "extra_forbidden":
         return f"{key}: unknown key{_suggestion(detail['loc'])}"
     if detail["type"] == "missing":

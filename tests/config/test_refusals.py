@@ -42,6 +42,7 @@ VALUES: list[tuple[Sections, str]] = [
     ({"learner": {"group_size": 1}}, "learner.group_size: unknown key; did you mean sampling.group_size?"),
     ({"learner": {"path": 1}}, "learner.path: unknown key; did you mean model.path or critic.path?"),
     ({"scorer": {"judge": {**SCORER, "port": 1}}}, "scorer.judge.port: unknown key"),
+    ({"queue": {"adaptive": True}}, 'queue.adaptive: unknown key; remove it: queue.run_ahead = "auto"'),
     ({"experimental": {"linger_s": 5}}, "experimental.linger_s: unknown key; did you mean queue.linger_s?"),
     # Types.
     ({"queue": {"refill": "no"}}, "queue.refill: expected true or false, got 'no'"),
