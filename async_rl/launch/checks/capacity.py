@@ -18,6 +18,7 @@ from typing import Self
 from async_rl.config.config import Config
 from async_rl.config.generator import AUTO, FALLBACK, has_model
 from async_rl.data.chat import model_directory
+from async_rl.data.model_config import read_model_config
 from async_rl.errors import ModelError
 from async_rl.generator.vllm.adapter import workers_receive
 from async_rl.launch.checks.finding import Finding
@@ -107,6 +108,19 @@ def _float32_bytes(config: Config, num_copies: int) -> int:
 def _of_critic(config: Config, measure: Callable[[Config], int]) -> int:
     """Return ``measure`` of the critic's settings. 0 if it has no model of its own."""
     return measure(config.of_critic) if config.has_critic_model else 0
+
+
+def find_size(config: Config) -> Iterator[Finding]:
+    """Name the size of the model at ``model.path``, of which no weights need be here.
+
+    Raises:
+        ModelError: as ``num_parameters``; or its ``config.json`` can't be read.
+    """
+    read_model_config(model_directory(config.model.path))
+    if number := num_parameters(config.model.path):
+        yield Finding("model", "OK", f"{number / 1e9:.3g} billion weights")
+    else:
+        yield Finding("model", "WARN", "its config.json does not say its size, so nothing is predicted")
 
 
 def num_parameters(path: str) -> int:

@@ -18,7 +18,7 @@ from async_rl.config.loading import parse_config
 from async_rl.data.untrained_rows import untrained_end
 from async_rl.errors import RunError, UserError
 from async_rl.launch.checks import addresses, data, machine, models, rewards, settings
-from async_rl.launch.checks.capacity import check_disk, check_memory
+from async_rl.launch.checks.capacity import check_disk, check_memory, find_size
 from async_rl.launch.checks.device_memory import check_device_memory
 from async_rl.launch.checks.extensions import find_packages
 from async_rl.launch.checks.finding import Finding, warnings
@@ -105,7 +105,8 @@ CHECKS: tuple[Check, ...] = (
     Check("data", "files", _LEARNERS, lambda s: data.describe_rows(s.loaded)),
     Check("offline data", "doctor", ("launch", "offline"),
           lambda s: _offered("offline", s) if s.config.offline_commands else ()),
-    Check("model", "files", _TRAINERS, lambda s: models.check_policy(s.config)),
+    Check("model", "files", (*_TRAINERS, "plan"),
+          lambda s: find_size(s.config) if s.role == "plan" else models.check_policy(s.config)),
     Check("critic", "files", _LEARNERS, lambda s: models.check_critic(s.config)),
     Check("parallel", "files", (*_TRAINERS, "plan"), lambda s: settings.check_division(s.config), needs=("model",)),
     Check("model.routing_replay", "files", _LEARNERS, lambda s: settings.check_routing(s.config), needs=("model",)),
@@ -124,7 +125,7 @@ CHECKS: tuple[Check, ...] = (
     Check("sampling.stop_token_ids", "files", _LEARNERS, lambda s: settings.check_stop_tokens(s.config),
           needs=("model",)),
     Check("lengths", "files", (*_LEARNERS, "plan"), lambda s: data.check_lengths(s.config, s.rows),
-          needs=("data", "template")),
+          needs=("model", "data", "template")),
     Check("loss.preset", "doctor", _LAUNCH,
           lambda s: [Finding("loss.preset", "OK", line)] if (line := preset_line(s.config)) else []),
     Check("age of data", "doctor", _LAUNCH, lambda s: [settings.find_age(s.config)]),

@@ -84,6 +84,10 @@ def test_a_lab_learns_whether_its_config_fits_a_better_split_and_the_least_that_
     large = predicted(config_of(tmp_path, "Qwen2.5 32B"), "8xH100")
     assert (large["cache"].state, large["split"].state, "step" in large) == ("FAIL", "FAIL", False)
     assert large["split"].fix == "set lora.rank = 32, or take 16 of these GPUs"
+    (tmp_path / "config.json").unlink()
+    assert {check: row.state for check, row in predicted(full, "8xH100").items()} == {
+        "model": "FAIL", "not checked": "skip"
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
