@@ -11,6 +11,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from async_rl.config.section import Free, OnResume, Recorded, Section
+from async_rl.redaction import redacted
 
 
 class RunConfig(Section):
@@ -98,7 +99,7 @@ class CheckpointConfig(Section):
             raise ValueError(
                 "expected a URL such as s3://bucket/path or file:///mnt/path, without user, password and options, "
                 "because configs are stored and logged: the store's package has its own place for credentials; got "
-                + re.sub(r"//.*@", "//***@", value).partition("?")[0]
+                + redacted(value).partition("?")[0]
             )
         return value
 

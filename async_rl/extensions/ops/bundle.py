@@ -15,13 +15,13 @@ from typing import Any
 from async_rl.config.loading import load_config, load_run_config
 from async_rl.errors import RunError, UserError
 from async_rl.extensions.ops.rank_watch import long_waits, read_states
-from async_rl.extensions.ops.redaction import redacted, without_names
 from async_rl.launch.checks.doctor import run_table
 from async_rl.launch.checks.start import Start
 from async_rl.launch.checks.table import checks_of
 from async_rl.output import Report, size_text
 from async_rl.process.child import module_command, package_environment
 from async_rl.process.package_versions import package_versions
+from async_rl.redaction import redacted, without_names
 from async_rl.run.directory import RunDir
 from async_rl.run.lock import holder_of
 

@@ -111,7 +111,7 @@ def _submit(scripts: Scripts) -> None:
     typer.echo(f"to save and stop: scancel {' '.join(submitted)}; submit again to go on")
 
 
-@bundle_command.command("bundle", short_help="Pack what somebody needs to debug a run, without data and keys.")
+@bundle_command.command("bundle", short_help="Pack what debugging a run needs, without data and keys.")
 def bundle(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, or the config of a run that has none.")],
     out: Annotated[

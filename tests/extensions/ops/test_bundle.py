@@ -9,7 +9,7 @@ import pytest
 
 from async_rl.cli.main import main
 from async_rl.extensions.ops import bundle
-from async_rl.extensions.ops.redaction import redacted, without_names
+from async_rl.redaction import redacted, without_names
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ from async_rl.extensions.ops.redaction import redacted, without_names
         ('{"MY_TOKEN": "my hunter2"}', '{"MY_TOKEN": ***}'),
         ("HF_TOKEN=hunter2", "HF_TOKEN=***"),
         ("Authorization: Bearer hunter2", "Authorization: Bearer ***"),
-        ("s3://me:hunter2@bucket/x?sig=hunter2&y", "s3://***@bucket/x?sig=***&y"),
+        ("s3://me:hunter2/3@bucket/x?sig=hunter2&y", "s3://***@bucket/x?sig=***&y"),
         ("got hf_abcdefghijklmnop of env-value", "got *** of ***"),
         ("max_new_tokens = 512", "max_new_tokens = 512"),
         ('"tokens": {"trained": 5}', '"tokens": {"trained": 5}'),

@@ -14,8 +14,8 @@ from typing import Any
 import xxhash
 
 from async_rl.errors import ConfigError, RunError, StoreError
-from async_rl.extensions.ops.redaction import redacted
 from async_rl.learner.checkpoints.digests import Entry
+from async_rl.redaction import redacted
 
 _CHUNK_BYTES = 4 << 20
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}

@@ -13,7 +13,7 @@ _SECRETS = re.compile(
     rf"(?:(?:bearer|basic)\s+)?){_VALUE}"
     r"|((?:tokens?|keys?)\d*[\"']?\s*[=:]\s*)"
     rf"(?![\[{{]|[-+\d.e]+(?:[\],\s}}]|$)|true|false|null){_VALUE}"
-    r"|(://)[^/\s@]+(?=@)"
+    r"|(://)[^\s\"']+(?=@)"
     r"|()\b(?:hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox[abp]-|AKIA|eyJ)[\w.-]{12,}",
     re.IGNORECASE,
 )
