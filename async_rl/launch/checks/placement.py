@@ -134,7 +134,7 @@ def _chosen(key: str, devices: Sequence[int] | None, visible: Sequence[str], *, 
     for device in devices:
         if device not in range(len(visible)):
             raise ConfigError(
-                f"{key}: expected indices below {len(visible)}, the number of devices ({','.join(visible)}), got "
-                f"{device}; correct {key}, or unset {VISIBLE}"
+                f"{key}: expected indices below {len(visible)}, the number of devices in {','.join(visible)!r}, "
+                f"got {device}; correct {key}, or unset {VISIBLE}"
             )
     return [visible[device] for device in devices]
