@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.end_to_end.faults_harness import fault_config, judge, kill_all, trained_rows
-from tests.end_to_end.harness import Role, check_ledger, processes_of, queue_address, roles, start_ranks, wait_until
+from tests.end_to_end.harness import Role, queue_address, roles, start_ranks, wait_until
 
 NUM_ROWS = 24
 NUM_STEPS = NUM_ROWS // 2
@@ -66,22 +66,6 @@ def start(tmp_path: Path):
             )
         finally:
             kill_all(f"ASYNC_RL_TEST={tmp_path}")
-
-
-@pytest.mark.slow
-def test_a_launch_that_gets_sigterm_saves_and_the_same_command_resumes(tmp_path: Path, start: Callable[..., Role]):
-    config, run_dir = a_config(tmp_path), tmp_path / "run"
-    launch = start("launch", "launch", str(config))
-    await_steps(run_dir, launch)
-    launch.kill(signal.SIGTERM)
-    assert launch.wait() == 143
-    assert processes_of(f"ASYNC_RL_TEST={tmp_path}") == []
-    step = saved_step(run_dir)
-    assert f"the run was stopped by SIGTERM; the same command resumes from step-{step:06d}" in launch.log
-    check_ledger(run_dir)
-    check_curve(run_dir)
-    start("again", "launch", str(config)).succeed()
-    check_resumed(run_dir, step)
 
 
 @pytest.mark.slow
