@@ -29,27 +29,31 @@ def records(data: bytes) -> Iterator[bytes]:
             record = b""
 
 
-def history(path: Path) -> list[dict[str, Any]]:
-    """What was logged to a ``.wandb`` file, row by row, tables too."""
+def wandb_records(path: Path, kind: str) -> list[Any]:
+    """The records of a kind in a ``.wandb`` file."""
     from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportAttributeAccessIssue]
 
-    rows: list[dict[str, Any]] = []
-    for data in records(path.read_bytes()):
-        record = Record()
-        record.ParseFromString(data)
-        if record.WhichOneof("record_type") == "history":
-            rows.append({i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in record.history.item})
-    return rows
+    found = [Record.FromString(data) for data in records(path.read_bytes())]
+    return [getattr(record, kind) for record in found if record.WhichOneof("record_type") == kind]
 
 
-def wandb_rows(directory: Path) -> tuple[Rows, set[str]]:
-    """The rows in all ``.wandb`` files of a directory, in the order of their starts, and the ids of their runs."""
+def history(path: Path) -> list[dict[str, Any]]:
+    """What was logged to a ``.wandb`` file, row by row, tables too."""
+    rows = [row.item for row in wandb_records(path, "history")]
+    return [{i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in row} for row in rows]
+
+
+def wandb_rows(directory: Path) -> tuple[Rows, set[str], list[tuple[str, int]]]:
+    """The rows in all ``.wandb`` files of a directory, in the order of their starts, the ids of their runs,
+    and the project and exit code of each.
+    """
     found: Rows = {}
     files = sorted((directory / "wandb").glob("offline-run-*/*.wandb"))
     for file in files:
         for row in history(file):
             found.setdefault(row["step"], {}).update({k: v for k, v in row.items() if k[0] != "_"})
-    return found, {file.stem.removeprefix("run-") for file in files}
+    ends = [(wandb_records(file, "run")[0].project, wandb_records(file, "exit")[0].exit_code) for file in files]
+    return found, {file.stem.removeprefix("run-") for file in files}, ends
 
 
 def tensorboard_rows(directory: Path) -> Rows:
