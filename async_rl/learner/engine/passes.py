@@ -116,7 +116,7 @@ class Passes:
     def score(
         self, model: PolicyModel, micro_batches: Sequence[MicroBatch], *, replays: bool
     ) -> list[tuple[Tensor, ...]]:
-        """Return the log-probabilities and entropies of each micro-batch by ``model``, [N] on the host. In a stage
+        """Return the log-probabilities and entropies of each micro-batch by ``model``, [N] on the device. In a stage
         without loss the list is empty. If not ``replays``, the model's routers choose.
         """
         scored: list[tuple[Tensor, ...]] = []
@@ -128,7 +128,7 @@ class Passes:
                 if not self._has_loss:
                     return model(self._own_part(micro_batches[index], batch))
                 found = self._compute(model, micro_batches[index], batch)
-                scored.append((found.logprobs.cpu(), found.entropies.cpu()))
+                scored.append((found.logprobs, found.entropies))
             return scored[-1][0]
 
         if self.pipeline is not None:

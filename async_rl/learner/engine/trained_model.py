@@ -393,8 +393,8 @@ class TrainedModel:
 
 
 def gathered_scores(scored: Sequence[tuple[Tensor, ...]], ranks: Ranks) -> list[tuple[np.ndarray, ...]]:
-    """Return, on rank 0, the values of each data rank's micro-batches, one after the other. ``scored`` has this rank's,
-    on the host. All ranks call it; on the others the list is empty.
+    """Return, on rank 0, the values of each data rank's micro-batches, one after the other. ``scored`` has this rank's.
+    All ranks call it; on the others the list is empty.
     """
-    arrays = [torch.cat(values).numpy() for values in zip(*scored, strict=True)]
+    arrays = [torch.cat(values).cpu().numpy() for values in zip(*scored, strict=True)]
     return [decode(frame).arrays for frame in ranks.gather_reports(encode("scores", {}, arrays))]

@@ -87,7 +87,7 @@ class TrunkCritic:
             with torch.no_grad():
                 values = self._values(states.hidden)
             found = values if states.part is None else states.part.gather(values)
-            scored.append((found.logprobs.cpu(), found.entropies.cpu()))
+            scored.append((found.logprobs, found.entropies))
         return gathered_scores(scored, self._ranks)
 
     def update(self, micro_batches: Sequence[MicroBatch], version: int, *, records: bool = False) -> Updated:
