@@ -9,6 +9,7 @@
 #   make test-vllm             the tests that need vLLM, in an environment of their own with its CPU build
 #   make test-vllm-v2          vLLM's model runner v2 on a CPU, its kernels interpreted: fifteen minutes
 #   make test-loggers          the tests of TensorBoard, Trackio and MLflow, in an environment of their own
+#   make test-fake-cuda        what only a CUDA device takes, on tensors without values: a minute or two, no GPU
 #   make test-gpu              the tests that need a CUDA device, in .venv or PYTHON; installs nothing
 #   make gpu-smoke             every GPU path in about ten minutes, in .venv or PYTHON; says what can't be run here
 #   make check                 format, lint, types
@@ -36,7 +37,7 @@ VLLM_PIP := $(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart quickstart-compare test test-all test-extension test-long test-vllm test-vllm-v2 \
-  test-loggers test-gpu gpu-smoke check site
+  test-loggers test-fake-cuda test-gpu gpu-smoke check site
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -78,6 +79,9 @@ test-vllm-v2: $(VLLM_INSTALLED)
 
 test-loggers: $(LOGGERS_INSTALLED)
 	$(LOGGERS_VENV)/bin/python -m pytest -m "not long" tests/extensions/ops/sinks/test_loggers.py $(PIECE)
+
+test-fake-cuda: $(INSTALLED)
+	$(BIN)/python -m pytest -m slow $(PARALLEL) tests/learner/test_fake_cuda.py
 
 test-gpu:
 	$(PYTHON_ON_GPU) -m pytest -m gpu

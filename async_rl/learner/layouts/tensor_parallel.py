@@ -239,7 +239,9 @@ def _divide_head(head: nn.Module, mesh: DeviceMesh, *, tied_to: nn.Module | None
 
 
 def _divide_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
-    """Compute the tokens of this rank's experts. The results of other experts are 0."""
+    """Compute the tokens of this rank's experts. The results of other experts are 0. The host waits for the device in
+    each pass through a layer, because the number of these tokens is known only there.
+    """
     module: Any = experts
     inner, group = with_parts(experts, divide_parameters(experts, mesh, 0)), mesh.get_group()
     module.num_experts = int(module.num_experts) // mesh.size()
