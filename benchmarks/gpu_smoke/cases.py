@@ -23,7 +23,7 @@ _CASES = (
         for name in engine.OPTIONS
     ),
     Case("deterministic", engine.check_deterministic),
-    Case("no-sync", engine.check_no_sync),
+    Case("no-sync", engine.check_no_sync, num_devices=1),
     Case("throughput", engine.check_throughput, deadline_s=240),
     Case("staging", transfer.check_staging),
     Case("version", transfer.check_version),

@@ -34,7 +34,6 @@ from async_rl.learner.ranks import Place, Ranks, init_ranks
 from async_rl.learner.sequences import TrainSequence
 from async_rl.sampling_mask import pack_ids
 from benchmarks.gpu_smoke.case import Machine, NotRunError
-from benchmarks.gpu_smoke.waits import Waits
 
 VOCAB = 2048
 SMALL: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -245,7 +244,7 @@ def check_no_sync(machine: Machine) -> str:
     for num_chunks, chunk_bytes in ((1, CHUNK_BYTES[machine.device.type][0]), (8, 4 * VOCAB * 128)):
         with (
             mock.patch.dict(CHUNK_BYTES, {machine.device.type: (chunk_bytes, chunk_bytes)}),
-            waits_in_passes(machine) as waits,
+            waits_in_passes() as waits,
         ):
             engine.update(sequences, version=0)
         allowed = 0 if num_chunks == 1 else num_micro_batches
@@ -255,15 +254,16 @@ def check_no_sync(machine: Machine) -> str:
 
 
 @contextmanager
-def waits_in_passes(machine: Machine) -> Iterator[list[str]]:
-    """Return the places in the source that wait in forward and backward passes, while the ``with`` block runs."""
+def waits_in_passes() -> Iterator[list[str]]:
+    """Return the places in the source that wait in forward and backward passes, while the ``with`` block runs. torch
+    says where it waits.
+    """
     waits: list[str] = []
     timed = PhaseClock.phase
 
     @contextmanager
     def watched(clock: PhaseClock, name: Phase) -> Iterator[None]:
-        watch = nullcontext() if name not in ("forward", "backward") else _waits(machine, waits)
-        with timed(clock, name), watch:
+        with timed(clock, name), _waits(waits) if name in ("forward", "backward") else nullcontext():
             yield
 
     with mock.patch.object(PhaseClock, "phase", watched):
@@ -271,13 +271,7 @@ def waits_in_passes(machine: Machine) -> Iterator[list[str]]:
 
 
 @contextmanager
-def _waits(machine: Machine, waits: list[str]) -> Iterator[None]:
-    """torch says where it waits. A CPU never does; there, the operations that would are found."""
-    if not machine.has_cuda:
-        with Waits() as seen, mock.patch.object(Tensor, "cpu", lambda tensor: waits.append("Tensor.cpu") or tensor):
-            yield
-        waits += seen.seen
-        return
+def _waits(waits: list[str]) -> Iterator[None]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")

@@ -19,7 +19,6 @@ from async_rl.learner.model import attention
 from async_rl.run.records.token_columns import TokenTable, write_token_columns
 from async_rl.weights import staging
 from benchmarks.gpu_smoke import __main__ as program
-from benchmarks.gpu_smoke import engine, ranks
 from benchmarks.gpu_smoke.case import Case, Machine, NotRunError, Result
 from benchmarks.gpu_smoke.cases import CASES
 from benchmarks.gpu_smoke.runs import mismatch_of
@@ -126,16 +125,8 @@ def test_processes_that_a_case_leaves_behind_are_killed(tmp_path: Path, monkeypa
             assert os.read(reader.fileno(), 100) == expected
 
 
-SHORT = ("attention", "head-gradient", "engine-lora", "engine-sampling-masks", "engine-experts", "no-sync", "version")
+SHORT = ("attention", "head-gradient", "engine-lora", "engine-sampling-masks", "engine-experts", "version")
 """The others are no different on a CPU, or take minutes."""
-
-
-def test_the_settings_of_every_option_are_a_config(tmp_path: Path):
-    machine = Machine(torch.device("cpu"), tmp_path)
-    for sections in engine.OPTIONS.values():
-        engine.config_of(machine, tmp_path / "model", "float32", sections)
-    for parallel in ranks.LAYOUTS.values():
-        engine.config_of(machine, tmp_path / "model", "float32", {"parallel": parallel})
 
 
 @pytest.mark.slow
