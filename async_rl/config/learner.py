@@ -12,8 +12,11 @@ from async_rl.errors import ConfigError
 Reshard = Literal["full", "after_backward", "none"]
 """When ranks free gathered parameters, a value of ``learner.reshard``."""
 
-Recomputation = Literal["none", "selective", "full"]
-"""Which activations are computed again, a value of ``model.gradient_checkpointing``."""
+Recomputation = Literal["none", "selective", "attention", "full"]
+"""Which activations are computed again, a value of ``model.gradient_checkpointing``; from the fewest to the most."""
+
+FlashAttention = Literal["auto", "fa3", "fa4"]
+"""Which flash attention the learner uses, a value of ``model.attention``."""
 
 Offload = Literal["none", "reference", "all"]
 """What the learner keeps in the host's memory, a value of ``learner.offload``."""
@@ -48,8 +51,13 @@ class ModelConfig(Section):
     gradient_checkpointing: Free[Recomputation] = Field(
         default="none",
         description="Which activations the learner computes again in the backward pass, which saves memory and costs "
-        "time: those of whole layers (full), those that are neither matrix products nor attention (selective, about "
-        "half the memory at little time), or none.",
+        "time: those of whole layers (full), all but attention's outputs (attention, for long sequences), those that "
+        "are neither matrix products nor attention (selective, about half the memory at little time), or none.",
+    )
+    attention: Free[FlashAttention] = Field(
+        default="auto",
+        description="Flash attention of the learner on CUDA: that of torch (auto), or version 3 (fa3, H100 and H200) "
+        "or 4 (fa4, also B200), whose packages you install. No GPU has run the last two here.",
     )
     routing_replay: bool = Field(
         default=False,

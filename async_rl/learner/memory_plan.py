@@ -324,6 +324,7 @@ def _activations(shape: ModelShape, config: Config, sizes: Layout, device: str) 
     kept = {
         "none": whole,
         "selective": size * (3 * width + 2 * queries + 2 * keys + 2 * mlp),
+        "attention": size * (width + queries),
         "full": size * width,
     }[config.model.gradient_checkpointing]
     # A first stage has as many micro-batches under way as there are stages.

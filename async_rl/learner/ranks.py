@@ -32,6 +32,7 @@ from torch import Tensor
 from async_rl.config.config import Config
 from async_rl.config.parallel import Layout
 from async_rl.errors import AddressError, ConfigError, TrainingError
+from async_rl.learner.flash_attention import activate_flash_attention
 from async_rl.learner.rank_network import chosen_interface
 from async_rl.net.wire import decode, encode
 from async_rl.process.child import DEVICES_ARE_DEALT
@@ -92,8 +93,8 @@ def init_ranks(config: Config) -> Ranks:
     """Connect to the other ranks and return the connection. A single rank on the CPU in float32 gets no process group.
 
     Raises:
-        ConfigError: torchrun's environment is malformed, the CUDA device does not exist, or the ranks can't be divided
-            as ``[parallel]`` says.
+        ConfigError: torchrun's environment is malformed, the CUDA device does not exist or can't have
+            ``model.attention``, or the ranks can't be divided as ``[parallel]`` says.
         TrainingError: the other ranks did not connect in time.
     """
     place = Place.from_environment()
@@ -102,6 +103,8 @@ def init_ranks(config: Config) -> Ranks:
     if config.sampling.deterministic:
         _use_deterministic_kernels()
     device = _device(config, place)
+    if config.model.attention != "auto":
+        activate_flash_attention(config.model.attention, device.index)
     if place.world_size == 1 and device.type == "cpu" and compute_dtype(config, device) == torch.float32:
         return Ranks(place, device, None, layout=layout)
     timeout = timedelta(seconds=config.experimental.distributed_timeout_s)

@@ -2,7 +2,7 @@
 
 Each case loads, shards, scores, trains, copies and publishes as rank 0 of so many, whose collectives do nothing. Prints
 what the failed cases raised, by name, as JSON. Not here: ``parallel.experts``, whose exchange has sizes that depend on
-values; offloaded adapters, which are made on the host and which FSDP moves to the device and back in place; the 8-bit
+values; offloaded adapters, which are made on the host, and which FSDP here leaves on the fake device; the 8-bit
 optimizer and 4-bit layers, whose kernels are a package's; vLLM's workers, which need vLLM.
 """
 

@@ -70,13 +70,14 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "nothing recomputed": ("model", {}),
     "recomputed": ("model", {"model": {"gradient_checkpointing": "full"}, "learner": {"max_tokens": 512}}),
     "recomputed in part": ("model", {"model": {"gradient_checkpointing": "selective"}}),
+    "attention kept": ("model", {"model": {"gradient_checkpointing": "attention"}, "learner": {"max_tokens": 512}}),
     "bfloat16 state": ("model", {"optimizer": {"name": "adamw_bf16"}, "learner": {"max_tokens": 32}}),
     "8-bit state": ("model", {"optimizer": {"name": "adamw_8bit"}, "learner": {"max_tokens": 32}}),
     "muon": ("model", {"optimizer": {"name": "muon"}, "learner": {"max_tokens": 32}}),
     "adapters": ("model", {"lora": {"rank": 4}}),
     "experts": ("experts", {}),
 }
-LESS_OFTEN = ("recomputed in part", "bfloat16 state", "muon")
+LESS_OFTEN = ("recomputed in part", "attention kept", "bfloat16 state", "muon")
 """Of the slow tests."""
 
 

@@ -9,9 +9,10 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from async_rl.config.config import Config
+from async_rl.config.learner import Recomputation
 from async_rl.config.parallel import Layout
 from async_rl.data.chat import model_directory
 from async_rl.learner.memory_plan import MemoryPlan, ModelShape, UnknownShapeError, plan_memory
@@ -73,7 +74,7 @@ def _changes(shape: ModelShape, config: Config, layout: Layout) -> Iterator[dict
     changes: dict[str, Any] = {}
     yield dict(changes)
     steps: list[tuple[str, Any]] = [("learner.reshard", "full")]
-    order = ["none", "selective", "full"]
+    order = get_args(Recomputation)
     stronger = order[order.index(config.model.gradient_checkpointing) + 1 :]
     steps += [("model.gradient_checkpointing", how) for how in stronger]
     if config.optimizer.name == "adamw" and not config.lora.is_set:

@@ -23,6 +23,7 @@ from async_rl.launch.checks.capacity import has_gpu, room_on_disk
 from async_rl.launch.checks.finding import Finding
 from async_rl.launch.checks.placement import VISIBLE, place, visible_devices
 from async_rl.launch.checks.start import Start
+from async_rl.learner.flash_attention import check_flash_attention
 from async_rl.output import size_text
 from async_rl.process.child import DEVICES_ARE_DEALT
 from async_rl.process.package_versions import package_versions
@@ -222,6 +223,17 @@ def check_compiler(config: Config) -> Iterator[Finding]:
         f"there is {' or '.join(compilers)} for learner.compile; only a start shows whether it finds Python's headers"
     )
     yield Finding("compiler", "OK", text)
+
+
+def check_attention(config: Config) -> Iterator[Finding]:
+    """Check that the learner's devices here have the kernels of ``model.attention``, if it is set.
+
+    Raises:
+        ConfigError: they have not.
+    """
+    if (name := config.model.attention) != "auto":
+        check_flash_attention(name, config.learner.devices or range(num_cuda_devices()))
+        yield Finding("model.attention", "OK", f"torch can activate {name}; only a start shows whether it runs")
 
 
 def check_scratch() -> Iterator[Finding]:

@@ -111,6 +111,7 @@ CHECKS: tuple[Check, ...] = (
     Check("parallel", "files", (*_TRAINERS, "plan"), lambda s: settings.check_division(s.config), needs=("model",)),
     Check("model.routing_replay", "files", _LEARNERS, lambda s: settings.check_routing(s.config), needs=("model",)),
     Check("compiler", "machine", _TRAINERS, lambda s: machine.check_compiler(s.config)),
+    Check("model.attention", "machine", _TRAINERS, lambda s: machine.check_attention(s.config), needs=("devices",)),
     Check("disk", "machine", _LEARNERS, lambda s: check_disk(s.config), needs=("run.dir", "model")),
     Check("temporary files", "doctor", ("generator",), lambda s: machine.check_scratch()),
     Check("memory", "machine", _PLANS, lambda s: check_memory(s.config, s.machines), needs=("model",)),
