@@ -1,7 +1,8 @@
 """Runs every GPU path of async-rl on this machine, each in a process of its own, and prints a line for each.
 
 It takes about ten minutes, uses no network and installs nothing. What the machine can't run is listed as not run. The
-exit code is 1 if a case failed. On a machine without a GPU the cases that don't need one run on the CPU, in small.
+exit code is 1 if a case failed. The figures go to a JSON file, for ``benchmarks.baselines``. On a machine without a GPU
+the cases that don't need one run on the CPU, in small.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from async_rl.output import Progress, can_redraw
 from async_rl.process.child import kill_group
 from async_rl.process.family import kill_marked
+from async_rl.process.package_versions import package_versions
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONAL = ("vllm", "nccl4py")
@@ -71,7 +74,7 @@ def run_here(name: str, directory: Path) -> None:
     import torch
 
     from async_rl.learner.phases import highest_memory_bytes
-    from benchmarks.gpu_smoke.case import Machine, NotRunError, Outcome, Result
+    from benchmarks.gpu_smoke.case import Figure, Machine, NotRunError, Outcome, Result
     from benchmarks.gpu_smoke.cases import CASES
 
     case = CASES[name]
@@ -88,7 +91,9 @@ def run_here(name: str, directory: Path) -> None:
         traceback.print_exc()
         outcome, detail = "FAILED", f"{type(error).__name__}: {error}"
     used = highest_memory_bytes(machine.device) if num_devices else 0
-    result = Result(name, outcome, detail, time.monotonic() - start, used)
+    if used:
+        machine.figures["peak memory"] = Figure(used, "bytes")
+    result = Result(name, outcome, detail, time.monotonic() - start, used, machine.figures)
     (directory / "result.json").write_text(json.dumps(asdict(result)))
 
 
@@ -179,8 +184,10 @@ def chosen(patterns: Sequence[str]) -> list[str]:
     return [name for name in CASES if name in names | {CASES[name].after for name in names}]
 
 
-def run_all(names: Sequence[str], directory: Path) -> int:
-    """Run the cases one after the other, and print a row when each has ended. Return how many failed."""
+def run_all(names: Sequence[str], directory: Path, baseline: Path) -> int:
+    """Run the cases one after the other, and print a row when each has ended. Write the figures to the file
+    ``baseline``. Return how many failed.
+    """
     from benchmarks.gpu_smoke.cases import CASES
 
     print("\n| case | result | took | device memory | found |\n|---|---|---|---|---|", flush=True)
@@ -194,7 +201,16 @@ def run_all(names: Sequence[str], directory: Path) -> int:
             print(line_of(results[-1]), flush=True)
     finally:  # also if the user interrupts it
         num_failed = _print_end(results, directory)
+        _write_baseline(results, baseline)
     return num_failed
+
+
+def _write_baseline(results: Sequence[dict[str, Any]], path: Path) -> None:
+    figures = {f"{r['name']}: {name}": each for r in results for name, each in r.get("figures", {}).items()}
+    content = {"machine": describe_machine(), "versions": package_versions(), "figures": figures}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    print(f"figures: {path}; compare: python -m benchmarks.baselines compare OLD {path}")
 
 
 def _print_end(results: Sequence[dict[str, object]], directory: Path) -> int:
@@ -243,8 +259,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if any(directory.iterdir()):
         parser.error(f"--directory: expected a new or an empty directory, got {directory}, which has files")
     print(*describe_machine(), sep="\n")
+    kept = options.directory or ROOT / "runs" / "baselines"
     try:
-        return int(run_all(names, directory) > 0)
+        return int(run_all(names, directory, kept / f"{time.strftime('%Y%m%d-%H%M%S')}.json") > 0)
     except KeyboardInterrupt:
         print("interrupted; the processes of the case that ran are killed", file=sys.stderr)
         return 128 + signal.SIGINT

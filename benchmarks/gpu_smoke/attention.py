@@ -2,32 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise, product
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from async_rl.config.learner import FlashAttention
+from async_rl.errors import ConfigError
+from async_rl.learner.flash_attention import activate_flash_attention
 from async_rl.learner.model.attention import PackedLayout, packed_attention_forward, packed_layout, why_padded
-from benchmarks.gpu_smoke.case import Machine
+from benchmarks.gpu_smoke.case import Figure, Machine, NotRunError
 
 LENGTHS = (300, 7, 129)
 # The second and third sequence share the first five tokens of the row.
 SHARED = np.concatenate([np.arange(300), np.arange(5), np.arange(300, 302), np.arange(5), np.arange(302, 426)])
 HEAD_DIMS: dict[str, tuple[int, ...]] = {"cuda": (32, 64, 128, 256), "cpu": (32,)}
+OTHERS_DIMS = (64, 128)
+"""Those of most models, which flash attention 3 and 4 have in common."""
 HEADS = ((8, 8), (8, 2), (14, 2))
 WINDOWS = (None, 64)
 TOLERANCE = {"bfloat16": 0.02, "float32": 1e-4}
 """Largest error relative to float32, of values and of each gradient; bfloat16 has 8 bits."""
 
 
-def check(machine: Machine) -> str:
+def check_other(name: FlashAttention, machine: Machine) -> str:
+    """Compare flash attention 3 or 4 with the definition.
+
+    Raises:
+        NotRunError: its package or GPU is not here.
+    """
+    try:
+        activate_flash_attention(name, machine.device.index)
+    except ConfigError as reason:
+        raise NotRunError(str(reason)) from reason
+    return f"{name}: {check(machine, OTHERS_DIMS)}"
+
+
+def check(machine: Machine, head_dims: Sequence[int] = ()) -> str:
     """Compare attention with its definition for every head size, grouping, window and shared prompt.
 
     On CUDA the attention must be flash attention, in bfloat16.
     """
     worst, count, dtype = 0.0, 0, getattr(torch, machine.dtype)
-    head_dims = HEAD_DIMS[machine.device.type]
+    head_dims = head_dims or HEAD_DIMS[machine.device.type]
     for head_dim, (num_heads, num_kv_heads), window, is_shared in product(head_dims, HEADS, WINDOWS, (False, True)):
         rows = SHARED if is_shared else np.arange(sum(LENGTHS))
         layout = packed_layout(np.cumsum([0, *LENGTHS]), SHARED if is_shared else None, machine.device)
@@ -46,6 +65,7 @@ def check(machine: Machine) -> str:
         tolerance = TOLERANCE[machine.dtype]
         assert max(errors) < tolerance, f"{where}: expected errors below {tolerance}, got {errors}"
         worst, count = max(worst, *errors), count + 1
+    machine.figures["largest error"] = Figure(worst, "", f"below {TOLERANCE[machine.dtype]}")
     kernel = "flash" if machine.has_cuda else "padded"
     return f"{kernel} in {machine.dtype} against the definition, {count} shapes: largest error {worst:.1g}"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -17,16 +17,29 @@ class NotRunError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class Figure:
+    """A number that a case measured, its unit ("s" and "bytes" are compared by ``benchmarks.baselines``), and what the
+    case demands of it, in words; empty if nothing.
+    """
+
+    value: float
+    unit: str
+    bound: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Machine:
     """Where a case runs.
 
     Attributes:
         device: the first CUDA device, or the CPU.
         directory: an empty directory for the case's files.
+        figures: what the case has measured, by name; it adds to them.
     """
 
     device: torch.device
     directory: Path
+    figures: dict[str, Figure] = field(default_factory=dict)
 
     @property
     def has_cuda(self) -> bool:
@@ -69,6 +82,7 @@ class Result:
         detail: what was found, or why it failed or did not run.
         took_s: seconds.
         device_bytes: peak memory of torch on the CUDA device; 0 if other processes used it, or none.
+        figures: what it measured.
     """
 
     name: str
@@ -76,3 +90,4 @@ class Result:
     detail: str
     took_s: float
     device_bytes: int = 0
+    figures: dict[str, Figure] = field(default_factory=dict)

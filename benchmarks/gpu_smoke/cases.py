@@ -11,6 +11,7 @@ _run = partial(Case, after="warm-start")
 
 _CASES = (
     Case("attention", attention.check),
+    *(Case(f"attention-{n}", partial(attention.check_other, n), num_devices=1) for n in ("fa3", "fa4")),
     Case("head-gradient", engine.check_head),
     *(
         Case(

@@ -33,7 +33,7 @@ from async_rl.learner.phases import Phase, PhaseClock
 from async_rl.learner.ranks import Place, Ranks, init_ranks
 from async_rl.learner.sequences import TrainSequence
 from async_rl.sampling_mask import pack_ids
-from benchmarks.gpu_smoke.case import Machine, NotRunError
+from benchmarks.gpu_smoke.case import Figure, Machine, NotRunError
 
 VOCAB = 2048
 SMALL: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -57,6 +57,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "small-micro-batches": {"learner": {"max_tokens": 256}},
     "recomputed": {"model": {"gradient_checkpointing": "full"}},
     "recomputed-in-part": {"model": {"gradient_checkpointing": "selective"}},
+    "attention-kept": {"model": {"gradient_checkpointing": "attention"}},
     "lora": {"lora": {"rank": 8}},
     "kl-in-loss": {"loss": KL},
     "sampling-masks": {},
@@ -203,6 +204,7 @@ def check_option(name: str, machine: Machine) -> str:
     exact = gradient(exact_engine, sequences, machine.directory / "exact")
     found = gradient(engine, sequences, machine.directory / "found")
     error = float((exact - found).norm() / exact.norm())
+    machine.figures["error of the gradient"] = Figure(error, "", f"below {tolerance}")
     assert error < tolerance, f"expected an error of the gradient below {tolerance}, got {error:.2g}"
     again = FsdpEngine(config, ranks)
     again.load(machine.directory / "found")
@@ -303,6 +305,7 @@ def check_head(machine: Machine) -> str:
         gradients.append(found.float())
         del out, found
     error = float((gradients[0] - gradients[1]).norm() / gradients[0].norm())
+    machine.figures["error"] = Figure(error, "", f"below {HEAD_TOLERANCE}")
     assert error < HEAD_TOLERANCE, f"expected an error below {HEAD_TOLERANCE}, got {error:.4f}"
     peak = f", peak {torch.cuda.max_memory_allocated() / 1e9:.2f} GB" if machine.has_cuda else ""
     return f"74 chunks, vocabulary {vocab}: error {error:.4f}{peak}"
@@ -325,8 +328,10 @@ def check_throughput(machine: Machine) -> str:
     seconds = time.perf_counter() - start
     rate = 2 * num_tokens / seconds
     flops = sum(cost.flops for cost in costs if cost is not None) / seconds
+    machine.figures["step"] = Figure(seconds / 2, "s")
     peak = device_peak(machine.device, torch.bfloat16)
     used = f"{flops / 1e12:.2f} TFLOP/s" if peak is None else f"{flops / peak:.0%} MFU"
+    machine.figures["FLOP/s"] = Figure(flops, "", "" if peak is None else f"above {MFU_FLOOR * peak:.3g}")
     assert peak is None or flops / peak > MFU_FLOOR, f"expected an MFU above {MFU_FLOOR:.0%}, got {flops / peak:.0%}"
     what = "the shape of Qwen2.5-0.5B, 1,024 tokens a sequence" if machine.has_cuda else "a tiny model"
     return f"{what}: {rate:,.0f} tokens/s, {used}{_compared_with_plan(machine, config, costs)}"
@@ -340,5 +345,6 @@ def _compared_with_plan(machine: Machine, config: Config, costs: Sequence[Update
     planned = plan_memory(shape, config, Layout(shards=1), device="cuda").total
     peak = max(cost.peak_memory_bytes for cost in costs if cost is not None)
     off = abs(peak / planned - 1)
+    machine.figures["peak memory over plan"] = Figure(peak / planned, "", f"1 +- {PLAN_TOLERANCE}")
     assert off < PLAN_TOLERANCE, f"expected a peak near {planned / 1e9:.1f} GB, as planned, got {peak / 1e9:.1f}"
     return f", peak {peak / 1e9:.1f} GB of {planned / 1e9:.1f} planned"

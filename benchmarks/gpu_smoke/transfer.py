@@ -15,7 +15,7 @@ from async_rl.weights.collective.library import Communicator, Endpoint
 from async_rl.weights.manifest import digest_bytes
 from async_rl.weights.staging import StagedVersion, Staging
 from benchmarks.gpu_smoke import engine
-from benchmarks.gpu_smoke.case import Machine
+from benchmarks.gpu_smoke.case import Figure, Machine
 
 HOST = "127.0.0.1"
 NUM_COMMUNICATORS = 50
@@ -59,6 +59,7 @@ def check_version(machine: Machine) -> str:
     staged = staging.stage("smoke", 2, learner.gather())
     pause_s = time.perf_counter() - start
     _check_digests(staged)
+    machine.figures["pause"] = Figure(pause_s, "s")
     gigabytes = staged.manifest.size_bytes / 1e9
     return (
         f"{gigabytes:.2f} GB: the learner pauses {pause_s:.2f} s, {staged.gather_s:.2f} s of them to gather and copy, "

@@ -18,8 +18,9 @@ from async_rl.learner.engine.passes import Passes
 from async_rl.learner.model import attention
 from async_rl.run.records.token_columns import TokenTable, write_token_columns
 from async_rl.weights import staging
+from benchmarks import baselines
 from benchmarks.gpu_smoke import __main__ as program
-from benchmarks.gpu_smoke.case import Case, Machine, NotRunError, Result
+from benchmarks.gpu_smoke.case import Case, Figure, Machine, NotRunError, Result
 from benchmarks.gpu_smoke.cases import CASES
 from benchmarks.gpu_smoke.runs import mismatch_of
 
@@ -27,6 +28,11 @@ from benchmarks.gpu_smoke.runs import mismatch_of
 def result_of(name: str, directory: Path) -> dict[str, Any]:
     program.run_here(name, directory)
     return json.loads((directory / "result.json").read_text())
+
+
+def measures(machine: Machine) -> str:
+    machine.figures["step"] = Figure(2.0, "s", "below 3")
+    return "3 of 3"
 
 
 def fails(machine: Machine) -> str:
@@ -40,7 +46,7 @@ def cannot(machine: Machine) -> str:
 @pytest.mark.parametrize(
     ("check", "outcome", "detail"),
     [
-        (lambda machine: "3 of 3", "passed", "3 of 3"),
+        (measures, "passed", "3 of 3"),
         (fails, "FAILED", "AssertionError: expected 1, got 2"),
         (cannot, "not run", "needs a larger device"),
     ],
@@ -51,6 +57,8 @@ def test_what_a_case_returns_or_raises_is_its_result(
     monkeypatch.setitem(CASES, "one", Case("one", check))
     result = result_of("one", tmp_path)
     assert (result["name"], result["outcome"], result["detail"]) == ("one", outcome, detail)
+    step = {"value": 2.0, "unit": "s", "bound": "below 3"} if check is measures else None
+    assert result["figures"].get("step") == step
 
 
 @pytest.mark.parametrize(
@@ -70,12 +78,15 @@ def test_no_process_is_started_for_a_case_that_needs_what_is_not_there(
     assert not (tmp_path / "one").exists()
 
 
-def test_the_table_has_a_row_for_each_case_and_the_exit_code_counts_failures(
+def test_the_table_has_a_row_for_each_case_the_exit_code_counts_failures_and_a_file_has_the_figures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert program.main(["--only", "staging", "nccl-pair", "--directory", str(tmp_path)]) == 0
     out = capsys.readouterr().out
+    (baseline,) = tmp_path.glob("*.json")
+    assert baselines.read(baseline)["versions"]["torch"] == torch.__version__
+    assert f"figures: {baseline}; compare: " in out
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in out.splitlines() if line.startswith("| ")]
     assert [row[0] for row in rows] == ["case", "staging", "nccl-pair"]
     assert rows[1][1] == "passed"
