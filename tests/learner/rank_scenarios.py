@@ -532,30 +532,6 @@ def offline(directory: Path) -> None:
     start(directory)
 
 
-RESHARDED: dict[str, dict[str, Any]] = {"all weights": {}, "adapters": {"lora": LORA}}
-SOURCES = {1: (2,), 2: (1, 4), 3: (2,), 4: ()}
-"""Number of ranks -> the numbers of ranks whose checkpoints it loads."""
-
-
-def resharded(directory: Path) -> None:
-    """Load the checkpoints that are there and save them again; then a step and a checkpoint of this number's own."""
-    ranks = init_ranks(tiny_config(directory, "model"))
-    number = ranks.world_size
-    for name, sections in RESHARDED.items():
-        engine = FsdpEngine(tiny_config(directory, "model", **sections), ranks)
-        if not leads(engine):
-            continue
-        for source in SOURCES[number]:
-            if (path := directory / name / f"of-{source}").exists():
-                engine.load(path)
-                save(engine, directory / name / f"of-{source}-by-{number}", 1)
-        if not (path := directory / name / f"of-{number}").exists():
-            engine.update(batch_for(0), version=0)
-            save(engine, path, 1)
-        stop_following(engine)
-    ranks.close()
-
-
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     f"{name}, {what}": {"optimizer": {"name": name, "lr": 1e-2}, **sections}
     for name in get_args(OptimizerName)
