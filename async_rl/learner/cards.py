@@ -13,9 +13,13 @@ from typing import NamedTuple, Self
 
 from async_rl.errors import ConfigError
 
-ATTENTION: Mapping[str, tuple[float, float]] = {"fa2": (350e12, 280e12)}
-"""Operations/s of attention's forward and backward pass by kernel, on an H100, by its authors (arXiv:2307.08691 and
-2407.08608). A card with a lower peak reaches at most 0.6 and 0.5 of that peak."""
+ATTENTION: Mapping[str, tuple[float, float]] = {
+    "auto": (350e12, 280e12),
+    **dict.fromkeys(("fa3", "fa4"), (600e12, 480e12)),
+}
+"""Operations/s of attention's forward and backward pass by ``model.attention``, on an H100, by its authors
+(arXiv:2307.08691 and 2407.08608; version 4 is assumed to be as fast as 3). A card with a lower peak reaches at most 0.6
+and 0.5 of that peak."""
 COPIED, DECODED, COMPUTED = 0.806, 0.746, 0.627
 """Shares of a card's bandwidth that kernels reach, and vLLM while it decodes (2.7 and 2.5 of an H100's 3.35 TB/s); and
 of its peak that matrix products reach (620 of 989 T). Assumed."""
@@ -43,7 +47,7 @@ class Card(NamedTuple):
     memory_bytes: float
     bandwidth: float
 
-    def attended_per_s(self, kernel: str = "fa2") -> tuple[float, float]:
+    def attended_per_s(self, kernel: str = "auto") -> tuple[float, float]:
         """Return the operations/s of a ``kernel`` of ``ATTENTION``, forward and backward."""
         forward, backward = ATTENTION[kernel]
         return min(forward, 0.6 * self.peak), min(backward, 0.5 * self.peak)

@@ -35,6 +35,7 @@ attends to, over that mean: lengths are log-normal (sigma 0.9) and cut at the li
 _AGAIN: Mapping[Recomputation, tuple[bool, bool, bool]] = {
     "none": (False, False, False),
     "selective": (False, False, True),
+    "attention": (True, False, True),
     "full": (True, True, True),
 }
 """By ``model.gradient_checkpointing``: whether matrix products, attention and all other kernels of a layer's forward
@@ -87,7 +88,7 @@ def learner_parts(
     # Recomputation ends before a layer's last product, whose output is not needed.
     products = tokens.rows * layers * (passes * layer + 2 * (layer - mlp) * products_again)
     products += tokens.sampled * passes * shape.table_parameters
-    forward, backward = card.attended_per_s()
+    forward, backward = card.attended_per_s(config.model.attention)
     pairs = tokens.sampled * tokens.attended * layers * shape.queries
     chunk = logits_chunk_bytes("cuda", 0 if frozen else 4 * shape.table_parameters) / (4 * shape.vocab)
     others = 296 * shape.width + 28 * shape.mlp * shape.experts_per_token + 68 * (shape.queries + shape.keys)
