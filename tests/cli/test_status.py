@@ -63,9 +63,9 @@ def test_the_queue_server_is_asked_and_the_exit_code_says_whether_a_process_is_a
         generator.hello(5.0, "fake", "here")
         assert check("g0") == (0, "g0: alive\n")
         generator.leave()
-        wait_until(lambda: check("g0")[0] == 1, "the generator's end")
+        wait_until("the generator's end", lambda: check("g0")[0] == 1)
         learner.close()
-        wait_until(lambda: "the learner is not alive: it has ended" in check("learner")[1], "the learner's end")
+        wait_until("the learner's end", lambda: "the learner is not alive: it has ended" in check("learner")[1])
     silent = {"generators": [{"id": "g0", "alive": False, "seen_s_ago": 40.0}]}
     assert "generator g0 is not alive: it has sent nothing for 40 s" in why_not_alive(silent, "g0")
     RunDir(run_dir).metrics.write_text('{"step": 5}\n')
