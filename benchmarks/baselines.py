@@ -24,8 +24,9 @@ def read(path: Path) -> dict[str, Any]:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        content["machine"], content["figures"].items()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if not (isinstance(content["machine"], list) and isinstance(content["figures"], dict)):
+            raise TypeError("expected a list of the machine and an object of the figures")
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"expected the JSON file that make gpu-smoke names at its end, got {path}: {type(error).__name__}: {error}"
         ) from error

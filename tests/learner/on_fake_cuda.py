@@ -129,7 +129,8 @@ class Wire(NcclLibrary):
 def on_device(module: nn.Module, *, real: Any, **settings: Any) -> None:
     """Shard as FSDP does, which can't make a tensor of the host a fake one in place."""
     for part in module.modules():
-        for held in (part._parameters, part._buffers):
+        tables: Any = (part._parameters, part._buffers)
+        for held in tables:
             for name, tensor in held.items():
                 if tensor is not None and tensor.device.type == "cpu":
                     moved = tensor.detach().to(CUDA)
@@ -140,7 +141,7 @@ def on_device(module: nn.Module, *, real: Any, **settings: Any) -> None:
 def sequences(name: str, config: Config, num_data_ranks: int) -> list[TrainSequence]:
     """Two micro-batches of two sequences for each rank, with all columns that a loss may need."""
     floats = ("reference_logprobs", "proximal_logprobs", "value_targets", "old_values")
-    columns = {column: np.full(LENGTH, -1, np.float32) for column in floats}
+    columns: dict[str, Any] = {column: np.full(LENGTH, -1, np.float32) for column in floats}
     if config.distill.teacher:
         columns["teacher_logprobs"] = columns["old_values"]
         columns["teacher_top_ids"] = np.tile(np.arange(4, dtype=np.int32), (LENGTH, 1))
@@ -215,7 +216,7 @@ def publish(engine: FsdpEngine, path: Path, config: Config, device: FakeCuda, *,
 
 
 def run(name: str, sections: dict[str, Any], root: Path, num_ranks: int, device: FakeCuda) -> None:
-    shape = {
+    shape: dict[str, Any] = {
         "hidden_size": 32,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
