@@ -2,8 +2,7 @@
 
 Sums over the rates of ``learner.cards``; memory is that of ``device_memory``. Bytes of kernels that are neither
 products nor attention are those that ``benchmarks.predicted`` counts in a micro-batch of Qwen2 on fake tensors; a test
-compares them. Left out: waits of the host, padding, uneven ranks, prefills, scorers, passes of a reference model and a
-critic.
+compares them. Left out: waits of the host, padding, uneven ranks, prefills, scorers and a critic.
 """
 
 from __future__ import annotations
@@ -99,6 +98,10 @@ def learner_parts(
         "attention": pairs * (4 * (1 + attention_again) / forward + 10 / backward) / ranks,
         "other kernels": moved / copied_per_s / ranks,
     }
+    if config.loss.needs_reference:
+        once = 2 * (tokens.rows * layers * layer + tokens.sampled * shape.table_parameters)
+        seconds = once / (cards.COMPUTED * card.peak) + 4 * pairs / forward + moved / 3 / copied_per_s
+        parts["reference"] = seconds / ranks
     # FSDP: two gathers in bfloat16 and a sum in float32 for each micro-batch; 28 and 26 bytes of copies, and the links.
     rank_tokens = config.learner.max_tokens * sizes.sequence * sizes.num_data_ranks
     micro_batches = max(math.ceil(tokens.rows / rank_tokens), config.learner.updates_per_batch)

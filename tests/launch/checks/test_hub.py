@@ -108,4 +108,4 @@ def test_a_model_of_the_hub_is_planned_for_a_node_that_is_not_here_by_its_config
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("no check failed\n") == 3, done.stdout
     said = [load_config(tmp_path / f"{model}.toml").model.gradient_checkpointing for model in models]
-    assert said == ["none", "full", "full"]
+    assert said == ["none", "attention", "full"]

@@ -15,6 +15,7 @@ from async_rl.config.parallel import Layout
 from async_rl.errors import ConfigError
 from async_rl.launch.checks.doctor import run_checks
 from async_rl.launch.checks.finding import Finding
+from async_rl.launch.checks.learner_memory import with_changes
 from async_rl.launch.checks.prediction import UNCONFIRMED, Tokens, engine_of, learner_parts
 from async_rl.learner.cards import Card, Machines
 from async_rl.learner.memory_plan import ModelShape
@@ -59,6 +60,11 @@ def test_parts_of_a_step_and_the_cache_of_a_generator_by_hand():
     assert parts["products"] == pytest.approx((1e6 * 6 * 90_020_000 + 0.8e6 * 6 * 1e7) / 627e12 / 2)
     # Flash attention: 4 operations forward at 350 T and 10 backward at 280 T, for pairs, layers and widths of queries.
     assert parts["attention"] == pytest.approx(0.8e9 * 10 * 1000 * (4 / 350e12 + 10 / 280e12) / 2)
+    judged = learner_parts(shape, with_changes(config, {"loss.kl_coef": 0.1}), Layout(shards=2), machines, tokens)
+    assert judged["reference"] == pytest.approx(
+        parts["products"] / 3 + 0.8e9 * 10 * 1000 * 4 / 350e12 / 2 + parts["other kernels"] / 3
+    )
+    assert judged["products"] == parts["products"]
     assert parts["optimizer"] == pytest.approx(40 * 100_020_000 / 806e9 / 2)
     assert parts["pause for a version"] == pytest.approx(200_040_000 * (1 / 200e9 + 1 / 40e9))
     # 0.8 of 20 GB without 4 GB and two versions, for 2 x 2 bytes x 10 layers x 500 numbers a token.
@@ -80,7 +86,7 @@ def test_a_lab_learns_whether_its_config_fits_a_better_split_and_the_least_that_
     assert not {"run.dir", "queue.address", "two ranks", "data"} & rows.keys()
     plain = predicted(config_of(tmp_path, "Qwen2.5 7B"), "8xH100")
     assert (plain["device memory"].state, plain["split"].state) == ("FAIL", "WARN")
-    assert "model.gradient_checkpointing=full" in plain["split"].fix
+    assert "model.gradient_checkpointing=attention" in plain["split"].fix
     large = predicted(config_of(tmp_path, "Qwen2.5 32B"), "8xH100")
     assert (large["cache"].state, large["split"].state, "step" in large) == ("FAIL", "FAIL", False)
     assert large["split"].fix == "set lora.rank = 32, or take 16 of these GPUs"
