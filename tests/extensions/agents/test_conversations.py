@@ -73,7 +73,7 @@ class Chat:
         chat = [ASKED, {"role": "assistant", "content": "", "tool_calls": asked}]
         text = str(apply_template(self.renderer.tokenizer, chat, {"tools": TOOLS}, open_turn=False))
         assert self.renderer.form is not None
-        answer = text.rpartition(self.renderer.form["start_anchor"])[2]
+        answer = text.rpartition(str(ASKED["content"]))[2].partition(self.renderer.form["start_anchor"])[2]
         for end in (*public.marks_of(self.name).listed, "<|tool_response>", "<|call|>"):
             answer = answer.removesuffix("\n").removesuffix(end)
         return answer
@@ -202,7 +202,7 @@ def test_calls_are_read_in_the_form_in_which_the_template_writes_them(name: str)
         if "tool_calls" in one["fields"]:
             found = parse_answer(one, chat.written(SUM), "", tools, CALLS_END.get(name, chat.end))
             assert found.calls == (("add", '{"a": 2, "b": 3}'),)
-    if name not in ("gptoss", "llama3_1"):  # their templates write one call
+    if name not in ("gptoss", "llama3_1", "llama3_2"):  # their templates write one call
         both = parse_answer(form, chat.written(ODD, SUM), "", tools).calls
         assert [json.loads(arguments) for _, arguments in both] == [ODD, SUM]
 
