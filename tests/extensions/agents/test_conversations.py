@@ -218,8 +218,10 @@ def test_calls_are_read_in_the_form_in_which_the_template_writes_them(name: str)
         ("qwen3_5_think", "<|im_start|>assistant\n<think>\n", "hm", ("hm", None, 0)),
         ("qwen3_5_think", "<|im_start|>assistant\n<think>\n\n</think>\n\n", "5", ("5", None, 0)),
         ("gemma4", "<|turn>model\n", "<|channel>thought\nhm<channel|>5", ("5", "hm", 0)),
-        ("lfm2_2_5", "", "<|tool_call_start|>[add(2)]<|tool_call_end|>",
-         ("<|tool_call_start|>[add(2)]<|tool_call_end|>", None, 0)),
+        *(("lfm2_2_5", "", text, (text, None, 0)) for text in (
+            "<|tool_call_start|>[add(2)]<|tool_call_end|>", "<|tool_call_start|>[add(a=b'2')]<|tool_call_end|>",
+            "<|tool_call_start|>[add(a={(1, 2): 3})]<|tool_call_end|>",
+        )),
     ],
 )  # fmt: skip
 def test_thoughts_are_read_where_the_prompt_or_the_answer_opens_them(

@@ -109,7 +109,7 @@ def _read(form: Form, text: str, prompt: str, tools: Sequence[Mapping[str, Any]]
         parser.feed(text)
         message, last = parser.finalize()
         calls = tuple(_calls(message.get(CALLS, [])))
-    except (ValueError, KeyError, SyntaxError, RecursionError, MemoryError) as error:
+    except (ValueError, TypeError, KeyError, SyntaxError, RecursionError, MemoryError) as error:
         raise _NotReadError from error
     for field in (spec.fields[event["field"]] for event in last if event["type"] == "region_close"):
         # A pattern waits for more at the end of the text. JSON that is whole is no part of a call.
@@ -136,7 +136,11 @@ def _calls(found: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
 
 
 def _python_calls(text: str) -> Iterator[tuple[str, str]]:
-    """Yield the calls in ``[name(key=value, ...), ...]``, whose values are Python's literals or JSON."""
+    """Yield the calls in ``[name(key=value, ...), ...]``, whose values are Python's literals or JSON.
+
+    Raises:
+        SyntaxError, ValueError, TypeError: it is no such text, or JSON has no such value.
+    """
     listed = _JsonNames().visit(ast.parse(text.strip(), mode="eval")).body
     for call in listed.elts if isinstance(listed, ast.List) else [listed]:
         if not isinstance(call, ast.Call) or call.args:

@@ -1,8 +1,8 @@
-"""In which form a model writes thoughts and tool calls, found by trying: its chat template writes a call, and the form
-that reads the call back is the model's.
+"""The forms in which models write thoughts and tool calls, each a response template of transformers
+(``tokenizer.parse_response``).
 
-A form is a response template of transformers (``tokenizer.parse_response``). A tokenizer may have one of its own, which
-is tried first. The others are read off the calls that the templates of the field write; TRL has the like for some.
+They are read off the calls that public chat templates write; TRL has the like for some. ``answers.form_of`` finds that
+of a model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CHATML, _NAME = "<|im_start|>assistant\n", r"(?P<name>[^\s<>{}\"]+)"
 def _form(
     anchor: str, calls: Form, thoughts: Form = _THINK, content: Form = MappingProxyType({}), *, name: str = "{name}"
 ) -> Form:  # fmt: skip
-    """Return the form of a model whose turn begins with ``anchor``.
+    """Return the form of a model whose turn begins with ``anchor``, the end of its prompt.
 
     ``calls``, ``thoughts`` and ``content`` say how each opens and closes, and how a call's arguments are written.
     ``name`` is where the tool's name stands.
