@@ -162,23 +162,13 @@ def doctor(
     if on is not None and config is None:
         raise ConfigError("--on: expected CONFIG, too, got --connect; name the config to predict")
     from async_rl.launch.checks.finding import exit_code, findings_json, print_table
-    from async_rl.learner.cards import Machines
 
-    command = "launch"
+    command = "generator"
     with Progress(quiet=quiet) as progress, prints_to_stderr():
         if config is not None:
             if keys is not None:
                 raise ConfigError("--keys is only for --connect; leave it out, because CONFIG names the run's keys")
-            from async_rl.config.loading import load_config
-            from async_rl.launch.checks.doctor import run_checks
-
-            resolved = load_config(config, overrides or [])
-            if resolved.is_offline_only:
-                command = resolved.offline_commands[0]
-            found = run_checks(
-                resolved, insecure=insecure, deadline_s=timeout, with_parity=parity, report=progress.show,
-                machines=None if on is None else Machines.parse("--on", on),
-            )  # fmt: skip
+            command, found = _check_config(config, overrides or [], on, insecure, timeout, parity, progress)
         else:
             found = _check_node(str(connect), overrides or [], keys, insecure, timeout, progress)
     if as_json:
@@ -190,6 +180,22 @@ def doctor(
                 visible(f"next: {_after_doctor(command, config, connect, overrides or [], keys, insecure=insecure)}")
             )
     raise typer.Exit(exit_code(found))
+
+
+def _check_config(
+    path: Path, overrides: list[str], on: str | None, insecure: bool, timeout: float, parity: bool, progress: Progress
+) -> tuple[str, list[Finding]]:
+    """Check a config, here or for the machines ``on``. Return the command that runs it, and what was found."""
+    from async_rl.config.loading import load_config
+    from async_rl.launch.checks.doctor import run_checks
+    from async_rl.learner.cards import Machines
+
+    config = load_config(path, overrides)
+    found = run_checks(
+        config, insecure=insecure, deadline_s=timeout, with_parity=parity, report=progress.show,
+        machines=None if on is None else Machines.parse("--on", on),
+    )  # fmt: skip
+    return config.offline_commands[0] if config.is_offline_only else "launch", found
 
 
 def _after_doctor(
