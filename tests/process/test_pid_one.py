@@ -68,8 +68,15 @@ os.close(done_write)
 os.read(done, 1)  # every orphan has ended: each held the other end
 deadline = time.monotonic() + 30
 def zombies():
-    stats = [open(f"/proc/{pid}/stat").read() for pid in os.listdir("/proc") if pid.isdecimal()]
-    return [stat for stat in stats if stat.rpartition(")")[2].split()[0] == "Z"]
+    found = []
+    for pid in filter(str.isdecimal, os.listdir("/proc")):
+        try:
+            stat = open(f"/proc/{pid}/stat").read()
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it was reaped between the listing and the look
+        if stat.rpartition(")")[2].split()[0] == "Z":
+            found.append(stat)
+    return found
 while zombies() and time.monotonic() < deadline:
     time.sleep(0.01)
 print(zombies())
