@@ -441,6 +441,10 @@ MAX_SESSION_CALLS = 1024
 """Maximum number of calls of an agent in one rollout."""
 
 
+OtherSettings = Literal["replace", "untrained", "refuse"]
+"""What becomes of an agent's call that would sample otherwise than the run."""
+
+
 class EnvironmentConfig(Section):
     """Rollouts of several turns: your own code, the environment, answers the model and scores the rollout."""
 
@@ -477,6 +481,19 @@ class EnvironmentConfig(Section):
         ge=1,
         description="Maximum number of tokens of one answer of the model; if unset, what is left of "
         "sampling.max_new_tokens.",
+    )
+    other_settings: OtherSettings = Field(
+        default="replace",
+        description="What becomes of an agent's call that names another temperature, top_p, top_k or min_p than the "
+        "run's (generator.serve): replace samples it with the run's, untrained samples it as asked and trains nothing "
+        "of it, refuse answers with an error. Penalties and their like are left out, or refused.",
+    )
+    untrained_models: tuple[str, ...] = Field(
+        default=(),
+        strict=False,
+        description="Model names of agents' calls, as of a judge or a user simulator, that the policy answers and is "
+        "not trained on (generator.serve). The policy's own are policy and the name of model.path's folder; others are "
+        "refused.",
     )
     timeout_s: float = Field(
         default=30.0,

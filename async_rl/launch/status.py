@@ -308,9 +308,8 @@ def _agents_text(generators: Sequence[Mapping[str, Any]]) -> str:
     parts = [f"{of['sessions']:,} sessions with {of.get('first', 0) + later:,} answers"]
     if later:
         parts.append(f"after the first {', '.join(f'{n / later:.0%} {name}' for name, n in again.items() if n)}")
-    parts += [
-        f"{of[name]:,} {words}" for name, words in (("lost", "lost"), ("tool_calls", "tool calls")) if of.get(name)
-    ]
+    counted = ("untrained", "lost", "tool_calls")
+    parts += [f"{of[name]:,} {name.replace('_', ' ')}" for name in counted if of.get(name)]
     if total_s := of.get("sampling_s", 0) + of.get("own_s", 0):
         parts.append(f"{of.get('own_s', 0) / total_s:.0%} of their time by themselves")
     return "; ".join(parts)

@@ -63,15 +63,15 @@ CLIENTS = """
 def of_sync_client(task):
     with openai.OpenAI(base_url=task.base_url, api_key=task.api_key) as client:
         create = client.chat.completions.create
-        answer = create(model="any", messages=[ASKED], tools=TOOLS, **ALL)
+        answer = create(model="policy", messages=[ASKED], tools=TOOLS, **ALL)
         told_all(answer)
         message = answer.choices[0].message
         (call,) = message.tool_calls
         result = {**RESULT, "tool_call_id": call.id}
-        answer = create(model="any", messages=[ASKED, message, result], tools=TOOLS, max_tokens=40, **ALL)
+        answer = create(model="policy", messages=[ASKED, message, result], tools=TOOLS, max_tokens=40, **ALL)
         told_all(answer)
         assert answer.choices[0].message.content == "It is 5."
-        chunks = list(create(model="any", messages=say("stream"), max_tokens=20, stream=True, **ALL))
+        chunks = list(create(model="policy", messages=say("stream"), max_tokens=20, stream=True, **ALL))
         told(chunks[0].prompt_token_ids, chunks[0].choices[0].model_dump())
 
 
@@ -79,7 +79,8 @@ async def run(task):
     await asyncio.to_thread(of_sync_client, task)
     async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client:
         create = client.chat.completions.create
-        asked = [create(model="any", messages=say(text), max_tokens=30, n=n, **ALL) for text, n in (("a", 1), ("b", 4))]
+        wanted = (("a", 1), ("b", 4))
+        asked = [create(model="policy", messages=say(text), max_tokens=30, n=n, **ALL) for text, n in wanted]
         for answer in await asyncio.gather(*asked):
             told_all(answer)
     ids = [5, 6, 7]

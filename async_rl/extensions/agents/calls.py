@@ -13,6 +13,8 @@ from async_rl.extensions.agents.session import OpenSession
 from async_rl.generator.backend import Sampled, rollout_keys
 from async_rl.records import Lease, Sampling
 
+_BOUNDS = {"temperature": (0.0, 100.0), "top_p": (1e-9, 1.0), "top_k": (-1, 2**31 - 1), "min_p": (0.0, 1.0 - 1e-9)}
+
 
 def is_of(sampling: Sampling, name: str, value: float) -> bool:
     """Return whether ``value`` is that of the setting ``name`` of ``sampling``."""
@@ -20,20 +22,28 @@ def is_of(sampling: Sampling, name: str, value: float) -> bool:
     return math.isclose(wanted, getattr(sampling, name), rel_tol=1e-6)
 
 
-def wrong_in(call: Call, taken: Mapping[str, Sampling], vocab_size: int | None) -> tuple[str, str, str] | None:
-    """Return what is wrong with a call, as the message, code and parameter of a refusal; None if nothing is.
+def others_in(call: Call, taken: Mapping[str, Sampling]) -> dict[str, str]:
+    """Return the settings of a call that are not the run's, each with a text that says so.
 
-    ``taken`` are the settings that a call may name, by the section of the config that has them. Token ids must be below
-    ``vocab_size``, None for no limit.
+    ``taken`` are the run's, by the section of the config that has them.
     """
+    found: dict[str, str] = {}
     for name, value in call.settings.items():
         if not any(is_of(sampling, name, value) for sampling in taken.values()):
             run = " or ".join(f"{section}.{name} = {getattr(one, name):g}" for section, one in taken.items())
-            text = (
-                f"{name}: expected the run's {run} or none, got {value:g}: the run can't train on what is sampled "
-                f"otherwise; leave it out"
-            )
-            return text, "unsupported", name
+            found[name] = f"{name}: expected the run's {run} or none, got {value:g}"
+    return found
+
+
+def wrong_in(call: Call, vocab_size: int | None) -> tuple[str, str, str] | None:
+    """Return what is wrong with a call, as the message, code and parameter of a refusal; None if nothing is.
+
+    Token ids must be below ``vocab_size``, None for no limit.
+    """
+    for name, value in call.settings.items():
+        least, most = _BOUNDS[name]
+        if not least <= value <= most or (name == "top_k" and value % 1):
+            return f"{name}: expected a number from {least:g} to {most:g}, got {value:g}", "invalid_request", name
     limit = vocab_size or 2**31
     # An engine may fail as a whole on ids that it does not know: vLLM does.
     prompt, ends = np.frombuffer(call.token_ids, np.int32), np.array(call.stop_token_ids, np.int64)
@@ -44,8 +54,11 @@ def wrong_in(call: Call, taken: Mapping[str, Sampling], vocab_size: int | None) 
 
 
 def request_of(session: OpenSession, call: Call, max_tokens: int) -> Lease:
-    """Return a call as the backend's request for one answer of at most ``max_tokens`` tokens."""
-    sampling = session.lease.sampling
+    """Return a call as the backend's request for one answer of at most ``max_tokens`` tokens.
+
+    It is sampled with the settings that the call still has.
+    """
+    sampling = replace(session.lease.sampling, **call.settings)
     return replace(
         session.lease,
         lease_id=f"{session.rollout_key}/{session.num_begun}",

@@ -23,10 +23,11 @@ from typing import Protocol
 
 import numpy as np
 from msgspec import to_builtins
+from msgspec.structs import replace
 
 from async_rl.config.generator import MAX_SESSION_CALLS, EnvironmentConfig
 from async_rl.environments.pool import EnvironmentPool, Event
-from async_rl.extensions.agents.calls import is_of, reply_to, request_of, wrong_in
+from async_rl.extensions.agents.calls import others_in, reply_to, request_of, wrong_in
 from async_rl.extensions.agents.front.messages import (
     Accept,
     Answered,
@@ -263,22 +264,31 @@ class AgentRollouts:
             self._refuse(call, f"a session has at most {MAX_SESSION_CALLS} calls", "too_many_calls", "")
             return
         session.num_received += 1
-        used, is_eval = session.lease.sampling, session.lease.kind == "eval"
-        taken = {"eval": used, "sampling": self._trained} if is_eval else {"sampling": used}
-        if (wrong := wrong_in(call, taken, self._vocab_size)) is not None:
+        if (wrong := wrong_in(call, self._vocab_size)) is not None:
             self._refuse(call, *wrong)
             return
-        self._note_settings(call, used)
-        session.waiting.append(call)
+        used, is_eval = session.lease.sampling, session.lease.kind == "eval"
+        others = others_in(call, {"eval": used, "sampling": self._trained} if is_eval else {"sampling": used})
+        if others and call.is_trained and self._config.other_settings == "refuse":
+            name, text = next(iter(others.items()))
+            text = f"{text}: the run can't train on what is sampled otherwise; leave it out, or set "
+            self._refuse(call, f"{text}environment.other_settings", "unsupported", name)
+            return
+        session.waiting.append(self._settled(call, others))
         session.note_calls(self._clock())
         self._may_begin = True
 
-    def _note_settings(self, call: Call, used: Sampling) -> None:
-        """Log the settings of an evaluation that are used although the agent names those of training, once each."""
-        for name in call.settings.keys() - self._noted:
-            if not is_of(used, name, call.settings[name]):
-                self._noted.add(name)
-                logger.warning("an agent names the %s of training; evaluations have eval.%s all the same", name, name)
+    def _settled(self, call: Call, others: Mapping[str, str]) -> Call:
+        """Return a call with the settings that it is sampled with beside the run's. Log ``others`` of them once."""
+        is_trained = call.is_trained and not (others and self._config.other_settings == "untrained")
+        for name in others.keys() - self._noted if call.is_trained else ():
+            self._noted.add(name)
+            what = "the run's is used" if is_trained else "such calls are not trained on"
+            logger.warning("agents' calls: %s; %s (environment.other_settings)", others[name], what)
+        asked = {} if is_trained else {name: call.settings[name] for name in others}
+        if "top_k" in asked:
+            asked["top_k"] = max(0, int(asked["top_k"]))
+        return replace(call, is_trained=is_trained, settings=asked)
 
     def _receive_reward(self, given: Finish) -> None:
         """Take a session's reward, which counts when its agent ends without one. It may be repeated."""
@@ -314,7 +324,10 @@ class AgentRollouts:
         call = session.waiting[0]
         ids = np.frombuffer(call.token_ids, np.int32)
         try:
-            room = session.tokens.begin(call.call, ids, call.max_tokens)
+            if call.is_trained:
+                room = session.tokens.begin(call.call, ids, call.max_tokens)
+            else:
+                room = session.tokens.begin_untrained(call.call, len(ids), call.max_tokens)
         except MustWaitError:
             return False
         except NoRoomError as error:
@@ -329,6 +342,8 @@ class AgentRollouts:
         request = request_of(session, call, max_tokens)
         session.num_begun += 1
         session.requests[call.call] = request.lease_id
+        if call.is_answer:
+            session.tokens.named = call.call
         if call.said is not None:
             session.said[call.call] = call.said
         self._by_request[request.lease_id] = session, call.call
@@ -350,7 +365,7 @@ class AgentRollouts:
             self._pool.cancel(session.rollout_key)
             self._close(session, "ended")
             self._done.append(Graded(session.lease, session.index, None, Failure("prompt_too_long", str(error))))
-        session.is_cut = True
+        session.is_cut |= call.is_trained
 
     def _lose(self, session: OpenSession, call: int) -> None:
         """End a call whose client has gone, at whatever stage it is."""
@@ -442,18 +457,22 @@ class AgentRollouts:
     def _finish(self, session: OpenSession, outcome: Outcome) -> None:
         tokens, lease = session.tokens, session.lease
         if not tokens.num_sampled:
-            self._fail(session, "the agent ended without an answer: it made no call that was answered")
+            num_untrained = tokens.kinds["untrained"]
+            what = f"; {num_untrained} were, and are not trained on (their models' names or settings)"
+            text = "the agent ended without an answer: it made no call that was answered"
+            self._fail(session, text + what * bool(num_untrained))
             return
-        reason: FinishReason = "length" if session.is_cut else tokens.last_finish_reason
+        last = tokens.last
+        reason: FinishReason = "length" if session.is_cut else last.finish_reason
         sequences = tokens.sequences()
         if outcome.reward is None:
             sampled = np.concatenate([one.token_ids[one.loss_mask] for one in sequences])
             turns = tuple(tokens.turn_tokens)
             self._close(session, "ended")
             played = Played(
-                session.index, tokens.last_text, sampled, reason, sequences, turns,
-                transcript=session.transcript.messages(tokens.last_call), session=session.summary(self._clock()),
-                prompt_opened=tokens.last_opened,
+                session.index, last.text, sampled, reason, sequences, turns,
+                transcript=session.transcript.messages(last.call), session=session.summary(self._clock()),
+                prompt_opened=last.prompt_opened,
             )  # fmt: skip
             self._grader.submit(lease, played)
             return
@@ -471,7 +490,7 @@ class AgentRollouts:
             turns=turns_of(tokens.turn_tokens, reward, score), session=session.summary(self._clock()),
             metrics=outcome.metrics,
         )  # fmt: skip
-        self._done.append(Graded(lease, session.index, rollout, text=tokens.last_text))
+        self._done.append(Graded(lease, session.index, rollout, text=last.text))
 
     def _fail(
         self, session: OpenSession, error: str, detail: str = "", place: str = "", *, is_transient: bool = False,
@@ -483,7 +502,7 @@ class AgentRollouts:
         self._close(session, reason)
         failure = Failure("environment_error", detail or error, place, is_transient)
         failed = Rollout(session.tokens.sequences(), {"environment": 0.0}, 0.0, "error")
-        self._done.append(Graded(session.lease, session.index, failed, failure, text=session.tokens.last_text))
+        self._done.append(Graded(session.lease, session.index, failed, failure, text=session.tokens.last.text))
 
     def _close(self, session: OpenSession, reason: ClosedFor) -> None:
         """Forget a session: its key is refused from now on, and its calls are stopped."""

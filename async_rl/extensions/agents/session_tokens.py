@@ -7,6 +7,8 @@ prompt or goes on from an answer that has been continued already, as a tree sear
 history was *rewritten*. What such a sequence repeats is no part of its loss. What sequences have in common at their
 beginning is computed once by the learner.
 
+An *untrained* call is in no sequence, and takes no room of the others. What goes on from it is given tokens.
+
 An answer that never reached the agent is *lost*, and leaves the sequences: the agent did not act on it. It did reach
 the agent if a later call continues it, whatever is known about the connection.
 
@@ -18,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -26,7 +28,7 @@ from async_rl.generator.backend import Sampled
 from async_rl.generator.open_sequence import OpenSequence
 from async_rl.records import FinishReason, TokenSequence
 
-CallKind = Literal["first", "continued", "branched", "rewritten"]
+CallKind = Literal["first", "continued", "branched", "rewritten", "untrained"]
 """How the prompt of a call relates to the calls before."""
 
 
@@ -53,15 +55,21 @@ class _Running:
 
 
 @dataclass(slots=True, eq=False)
-class _Answer:
-    """An answer that may not have arrived yet. ``number`` is its place among the answers of its branch."""
+class Answer:
+    """An answer that may not have arrived yet. ``number`` is its place among the answers of its branch.
+
+    ``prompt_opened`` is as in ``Sampled``.
+    """
 
     call: int
-    branch: _Branch
-    number: int
     text: str
     finish_reason: FinishReason
     prompt_opened: str
+    branch: _Branch
+    number: int
+
+
+_NO_ANSWER = Answer(-1, "", "stop", "", _Branch(), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,21 +110,19 @@ class SessionTokens:
     Attributes:
         kinds: the number of calls that were answered, by their kind.
         num_lost: the number of answers that never reached the agent, those included whose sampling was stopped.
+        named: the call whose answer counts as the last one; None for the newest.
     """
 
     def __init__(self, limits: Limits) -> None:
-        self.kinds: dict[CallKind, int] = dict.fromkeys(("first", "continued", "branched", "rewritten"), 0)
+        self.kinds: dict[CallKind, int] = dict.fromkeys(get_args(CallKind), 0)
         self.num_lost = 0
+        self.named: int | None = None
         self._limits = limits
         self._branches: list[_Branch] = []
         self._running: dict[int, tuple[_Running, CallKind]] = {}
-        self._doubtful: dict[int, _Answer] = {}
-        self._answers: list[_Answer] = []
-
-    @property
-    def running(self) -> list[int]:
-        """The ids of the calls without an answer."""
-        return list(self._running)
+        self._untrained: set[int] = set()
+        self._doubtful: dict[int, Answer] = {}
+        self._answers: list[Answer] = []
 
     @property
     def doubtful(self) -> list[int]:
@@ -138,24 +144,10 @@ class SessionTokens:
         return sum(self.kinds.values())
 
     @property
-    def last_call(self) -> int | None:
-        """The call whose answer is the newest one; None if there is none."""
-        return self._answers[-1].call if self._answers else None
-
-    @property
-    def last_text(self) -> str:
-        """The text of the newest answer; empty if there is none."""
-        return self._answers[-1].text if self._answers else ""
-
-    @property
-    def last_opened(self) -> str:
-        """What the prompt of the newest answer has opened for it, as in ``Sampled``; empty if there is no answer."""
-        return self._answers[-1].prompt_opened if self._answers else ""
-
-    @property
-    def last_finish_reason(self) -> FinishReason:
-        """Why the newest answer ended; ``stop`` if there is none."""
-        return self._answers[-1].finish_reason if self._answers else "stop"
+    def last(self) -> Answer:
+        """The answer that the rollout is judged by: the named or newest one; an empty one, of call -1, without any."""
+        named = (answer for answer in self._answers if answer.call == self.named)
+        return next(named, self._answers[-1] if self._answers else _NO_ANSWER)
 
     @property
     def turn_tokens(self) -> list[int]:
@@ -189,8 +181,24 @@ class SessionTokens:
         self._running[call] = _Running(branch, given, room), kind
         return room
 
+    def begin_untrained(self, call: int, num_prompt: int, max_tokens: int | None) -> int:
+        """The same for a call that is not trained, with a prompt of ``num_prompt`` tokens.
+
+        Raises:
+            NoRoomError: the prompt is too long.
+        """
+        key = "sampling.max_prompt_tokens + sampling.max_new_tokens"
+        if (room := self._limits.sequence - num_prompt) < 1:
+            raise NoRoomError(f"no room for an answer to a prompt of {num_prompt} tokens: {key} is used up", key)
+        self._untrained.add(call)
+        return min([room, *(limit for limit in (self._limits.answer, max_tokens) if limit is not None)])
+
     def answer(self, call: int, sampled: Sampled) -> None:
         """Add the answer to a running call. It is in doubt until ``deliver``, ``lose`` or a call that continues it."""
+        if call in self._untrained:
+            self._untrained.remove(call)
+            self.kinds["untrained"] += 1
+            return
         running, kind = self._running.pop(call)
         branch = running.branch
         branch.open.add_given(running.given)
@@ -198,8 +206,8 @@ class SessionTokens:
         branch.token_ids = np.concatenate([branch.token_ids, running.given, sampled.token_ids]).astype(np.int32)
         branch.ends.append(len(branch.token_ids))
         branch.held_by = None
-        self._doubtful[call] = _Answer(
-            call, branch, len(branch.ends), sampled.text, sampled.finish_reason, sampled.prompt_opened
+        self._doubtful[call] = Answer(
+            call, sampled.text, sampled.finish_reason, sampled.prompt_opened, branch, len(branch.ends)
         )
         self._answers.append(self._doubtful[call])
         self.kinds[kind] += 1
@@ -210,6 +218,7 @@ class SessionTokens:
 
     def lose(self, call: int) -> None:
         """End a call whose answer the agent will never have, or that was stopped. An ended call is ignored."""
+        self._untrained.discard(call)
         if (found := self._running.pop(call, None)) is not None:
             branch = found[0].branch
             branch.held_by = None

@@ -9,6 +9,7 @@ from pathlib import Path
 from async_rl.config.config import Config
 from async_rl.data.chat import has_tokenizer, vocabulary_size
 from async_rl.extensions.agents.front.process import Front
+from async_rl.extensions.agents.front.requests import Manners
 from async_rl.extensions.agents.outside_programs import OutsidePrograms
 from async_rl.extensions.agents.programs.pool import agent_pool
 from async_rl.extensions.agents.rollouts import AgentRollouts
@@ -22,7 +23,9 @@ def open_front(config: Config, tokenizer: Path | None) -> Front:
     """Start the HTTP front for the config's model. ``tokenizer`` is as in ``Front``."""
     sampling = config.sampling
     longest = sampling.max_prompt_tokens + sampling.max_new_tokens
-    return Front(Path(config.model.path).name, longest, tokenizer, config.data.template_arguments)
+    settings = config.environment
+    manners = Manners(Path(config.model.path).name, frozenset(settings.untrained_models), settings.other_settings)
+    return Front(manners, longest, tokenizer, config.data.template_arguments)
 
 
 @contextmanager

@@ -129,5 +129,5 @@ class Request:
 
 
 def generate(url: str, token_ids: list[int], *, key: str = "", path: str = "", **params: Any) -> Request:
-    body = {"model": "any", "token_ids": token_ids, "sampling_params": params}
+    body = {"model": "policy", "token_ids": token_ids, "sampling_params": params}
     return Request(url, f"{path}/inference/v1/generate", body, key=key)

@@ -58,7 +58,7 @@ def test_the_ids_that_were_sampled_are_the_ids_that_are_trained(tmp_path: Path):
         del counts["agent/sampling_s"], counts["agent/own_s"]
         assert counts == {
             "agent/sessions": 2, "agent/first": 2, "agent/continued": 2, "agent/branched": 0, "agent/rewritten": 0,
-            "agent/lost": 0, "agent/tool_calls": 0,
+            "agent/lost": 0, "agent/tool_calls": 0, "agent/untrained": 0,
         }  # fmt: skip
         assert (played.rollouts.num_open, played.rollouts.num_pending) == (0, 0)
         assert len({lease.seed for lease, _ in played.backend.requests}) == 4  # each call has one of its own
@@ -173,7 +173,7 @@ async def run(task):
 def test_a_request_may_name_no_other_sampling_than_its_leases_or_in_evaluations_that_of_training(
     tmp_path: Path, kind: str, temperature: float, expected: list[int], said: str, caplog: pytest.LogCaptureFixture
 ):
-    with world(tmp_path, CONTRADICTS) as played:  # the run trains at temperature 1
+    with world(tmp_path, CONTRADICTS, other_settings="refuse") as played:  # the run trains at temperature 1
         (graded,) = played.play(kind=kind, temperature=temperature)
         assert [int(line[1:4]) for line in played.notes] == expected
         assert said in played.notes[2]
@@ -184,7 +184,48 @@ def test_a_request_may_name_no_other_sampling_than_its_leases_or_in_evaluations_
         # It may shorten its answer.
         assert (asked[0].max_new_tokens, asked[0].stop, asked[0].stop_token_ids) == (2, ("x",), (9,))
     assert rollout_of(graded).finish_reason == ("length" if kind == "train" else "stop")
-    assert ("names the temperature of training" in caplog.text) == (kind == "eval")
+    assert "(environment.other_settings)" not in caplog.text
+
+
+OTHERS = """
+async def run(task):
+    _, first = await ask(task, [1, 2])
+    await ask(task, [1, 2, *first["token_ids"], 3], temperature=0.5)
+    await ask(task, [1, 2, *first["token_ids"], 3], top_k=-1)
+    url, body = task.base_url.removesuffix("/v1") + "/inference/v1/generate", {"token_ids": [7]}
+    note(post(url, {**body, "model": "judge", "sampling_params": {"top_k": 5, "temperature": 0}})[0])
+    note(post(url, {**body, "untrained": True, "sampling_params": {"temperature": -1}})[1]["error"]["message"])
+"""
+
+
+@pytest.mark.parametrize(("settings", "others", "trained"), [("replace", 1.0, 3), ("untrained", 0.5, 2)])
+def test_a_call_with_other_settings_has_the_run_s_or_is_not_trained_and_a_judge_s_never_is(
+    tmp_path: Path, settings: str, others: float, trained: int, caplog: pytest.LogCaptureFixture
+):
+    with world(tmp_path, OTHERS, other_settings=settings) as played:
+        (graded,) = played.play()
+        asked = [(lease.sampling.temperature, lease.sampling.top_k) for lease, _ in played.backend.requests]
+        assert asked == [(1.0, 0), (others, 0), (1.0, 0), (0.0, 5)]
+        assert played.notes == ["200", "temperature: expected a number from 0 to 100, got -1"]
+    rollout = rollout_of(graded)
+    assert sum(turn.num_tokens for turn in rollout.turns) == 5 * trained
+    assert rollout.session is not None
+    assert rollout.session.calls["untrained"] == 4 - trained
+    assert all(7 not in sequence.token_ids for sequence in rollout.sequences)
+    assert caplog.text.count("temperature: expected the run's sampling.temperature = 1 or none, got 0.5") == 1
+
+
+@pytest.mark.parametrize(("mark", "judged"), [("", "done"), ('"is_answer": True', "look")])
+def test_the_last_trained_answer_is_judged_or_the_one_that_the_agent_names(tmp_path: Path, mark: str, judged: str):
+    source = f"""
+async def run(task):
+    url = task.base_url.removesuffix("/v1") + "/inference/v1/generate"
+    for number, more in enumerate([{{{mark}}}, {{}}, {{"untrained": True}}]):
+        post(url, {{"token_ids": [number], **more}})
+"""
+    with world(tmp_path, source) as played:
+        (graded,) = played.play()
+    assert (graded.text, rollout_of(graded).reward_parts) == (judged, {"length": 4.0})
 
 
 @pytest.mark.parametrize(
@@ -324,7 +365,7 @@ def test_the_time_of_tools_is_told_apart_from_that_of_answers(tmp_path: Path):
         answered_after(0.5)
         played.until(lambda: played.done)
     (graded,) = played.done
-    calls = {"first": 1, "continued": 0, "branched": 0, "rewritten": 1, "lost": 0}
+    calls = {"first": 1, "continued": 0, "branched": 0, "rewritten": 1, "untrained": 0, "lost": 0}
     assert rollout_of(graded).session == AgentSession(calls, {}, sampling_s=4.5, agent_s=10.0)
     counts = played.rollouts.counters()
     assert (counts["agent/sampling_s"], counts["agent/own_s"]) == (4, 10)

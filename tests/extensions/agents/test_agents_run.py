@@ -90,6 +90,6 @@ def test_an_agent_trains_on_what_it_was_answered(tmp_path: Path):
         assert lag_0
         assert lag_0 == pytest.approx(dict.fromkeys(lag_0, 1.0), abs=1e-5)
     # 2 steps of 4 groups of 2 rollouts of 3 calls.
-    kinds = {"first": 16, "continued": 32, "branched": 0, "rewritten": 0, "lost": 0}
+    kinds = {"first": 16, "continued": 32, "branched": 0, "rewritten": 0, "untrained": 0, "lost": 0}
     assert trained_calls(run_dir) == {"sessions": 16, **kinds}
     assert settled(run_dir)["groups"]["trained"] == 8

@@ -21,7 +21,7 @@ from async_rl.extensions.agents.front.chat import ChatRenderer, prompt_of, read_
 from async_rl.extensions.agents.front.conversations import Conversations
 from async_rl.extensions.agents.front.messages import Answered, Call, Reply
 from async_rl.extensions.agents.front.process import Front
-from async_rl.extensions.agents.front.requests import NEUTRAL, RefusedError
+from async_rl.extensions.agents.front.requests import NEUTRAL, SAMPLED, Manners, RefusedError, check_fields
 from async_rl.extensions.agents.transcript import Transcript
 from tests.data.public_templates import tokenizer_of
 from tests.extensions.agents.test_conversations import ASKED, CALL, MORE, RESULT, TOOLS
@@ -38,7 +38,7 @@ class Server:
     def __init__(self, directory: Path) -> None:
         self.tokenizer = tokenizer_of("qwen3")
         self.tokenizer.save_pretrained(directory)
-        self.front = Front("tiny", 4096, directory)
+        self.front = Front(Manners("tiny", frozenset({"gpt-4o"})), 4096, directory)
         self.front.open(["k", "short"])
         self.front.close_session("short", "ended")
         self.script: list[str] = []
@@ -91,7 +91,7 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
 
 
 def asked(client: openai.OpenAI, messages: list[Any], **more: Any) -> Any:
-    return client.chat.completions.create(model="any", messages=messages, **more)
+    return client.chat.completions.create(model="policy", messages=messages, **more)
 
 
 def test_a_tool_conversation_goes_on_from_the_sampled_ids(server: Server, client: openai.OpenAI):
@@ -139,7 +139,7 @@ def test_the_async_client_gets_several_choices_with_seeds_of_their_own(server: S
 
     async def ask() -> Any:
         async with openai.AsyncOpenAI(base_url=f"{server.front.url}/v1", api_key="k", timeout=DEADLINE_S) as client:
-            return await client.chat.completions.create(model="m", messages=[ASKED], n=4, seed=5)  # type: ignore[list-item]
+            return await client.chat.completions.create(model="tiny", messages=[ASKED], n=4, seed=5)  # type: ignore[list-item]
 
     found = asyncio.run(ask())
     assert [choice.message.content for choice in found.choices] == ["one", "two", "three", "four"]
@@ -189,7 +189,7 @@ def test_tools_are_left_out_if_none_may_be_called(server: Server, client: openai
     ("param", "value"),
     [
         ("n", 100), ("stop_token_ids", "5"), ("token_ids", [1]), ("sampling_params", {"temperature": 0}),
-        ("chat_template_kwargs", {"enable_thinking": False}), ("chat_template_kwargs", [1]), ("messages", []),
+        ("chat_template_kwargs", [1]), ("chat_template_kwargs", {"tools": []}), ("messages", []), ("is_answer", 1),
         ("messages", [ASKED, {"content": "b"}]),
         *((name, ["another value"]) for name in sorted(NEUTRAL.keys() - {"n", "logprobs"})),
     ],
@@ -206,32 +206,66 @@ def test_what_would_be_left_aside_is_refused_by_name(server: Server, client: ope
         assert len(server.calls) == len(neutral)
 
 
-def test_a_chat_may_name_variables_of_the_template_that_leave_the_prompt_as_it_is(server: Server):
+def test_a_chat_sets_variables_of_its_template_and_hears_of_those_that_it_does_not_read(server: Server):
     renderer = ChatRenderer(server.tokenizer, {"enable_thinking": False})
 
-    def noted(**own: bool) -> list[str]:
+    def prompt(**fields: Any) -> tuple[str, list[str]]:
         found: list[str] = []
-        body = json.dumps({"messages": [ASKED], "chat_template_kwargs": own}).encode()
-        prompt = prompt_of(Conversations(renderer), read_chat(body, found.append), renderer, found.append)
-        assert server.tokenizer.decode(prompt.token_ids).endswith("<think>\n\n</think>\n\n")
-        return found
+        body = json.dumps({"messages": [ASKED], **fields}).encode()
+        wanted = read_chat(body, Manners("tiny"), lambda name, _: found.append(name))
+        asked = prompt_of(Conversations(renderer), wanted, renderer, lambda name, _: found.append(name))
+        return server.tokenizer.decode(asked.token_ids), found
 
-    assert noted(enable_thinking=False) == []  # the run's
-    assert noted(thinking_mode=False) == ["chat_template_kwargs"]  # Qwen3's template reads no such variable
-    with pytest.raises(RefusedError, match=r"leave it out, or set data\.chat_template_kwargs"):
-        noted(enable_thinking=True)
+    silent, thinks = "<|im_start|>assistant\n<think>\n\n</think>\n\n", "<|im_start|>assistant\n"
+    for fields, end, unread in (
+        ({}, silent, []),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, silent, []),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, thinks, []),
+        ({"enable_thinking": True}, thinks, []),
+        (
+            {"chat_template_kwargs": {"thinking_mode": 1}, "reasoning_effort": "low"},
+            silent,
+            ["thinking_mode", "reasoning_effort"],
+        ),
+        ({"thinking": {"type": "enabled"}}, silent, ["thinking"]),
+    ):
+        text, found = prompt(**fields)
+        assert (text.endswith(end), found) == (True, unread), fields
+
+
+@pytest.mark.parametrize("name", sorted(SAMPLED))
+def test_what_would_sample_otherwise_is_left_out_and_named_or_refused(name: str):
+    noted: list[tuple[str, Any]] = []
+    for value in (*SAMPLED[name], "another"):
+        check_fields({name: value}, frozenset(), lambda *found: noted.append(found))
+    assert noted == [(name, "another")]
+    with pytest.raises(RefusedError, match=name):
+        check_fields({name: "another"}, frozenset(), print, refuses=True)
+
+
+def test_the_model_s_name_decides_whether_a_call_is_trained(server: Server, client: openai.OpenAI):
+    server.script = ["1"] * 4
+    for name, more in (("tiny", {}), ("policy", {"is_answer": True}), ("policy", {"untrained": True}), ("gpt-4o", {})):
+        client.chat.completions.create(model=name, messages=[ASKED], extra_body=more)  # type: ignore[list-item]
+    assert [(call.is_trained, call.is_answer) for call in server.calls] == [
+        (True, False), (True, True), (False, False), (False, False),
+    ]  # fmt: skip
+    with pytest.raises(openai.NotFoundError, match=r"environment\.untrained_models") as refused:
+        client.chat.completions.create(model="gpt-5", messages=[ASKED])  # type: ignore[list-item]
+    assert refused.value.code == "model_not_found"
+    assert [model.id for model in client.models.list()] == ["tiny", "policy", "gpt-4o"]
 
 
 def test_what_is_wrong_in_an_agent_s_calls_is_logged_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     extra = {"a_typo": 3, "cache_salt": "s", "tool_choice": "required"}  # the second is harmless
-    with closing(Front("tiny", 64, tmp_path)) as front:
+    with closing(Front(Manners("tiny"), 64, tmp_path)) as front:
         front.open(["k"])
         with openai.OpenAI(base_url=f"{front.url}/s/k/v1", api_key="any", max_retries=0) as client:
             for _ in range(2):
                 with pytest.raises(openai.BadRequestError):
                     asked(client, [ASKED], user="u", extra_body=extra)
     first, second = capfd.readouterr().err.splitlines()
-    assert "the field 'a_typo', which has no effect here" in first
+    assert "the field 'a_typo' (first 3), which has no effect here" in first
     assert "refused (HTTP 400): tool_choice" in second
 
 
@@ -243,7 +277,7 @@ def test_the_client_repeats_no_call_of_a_session_that_has_ended(server: Server):
 
 
 def test_a_generator_without_a_tokenizer_says_that_it_takes_no_chats():
-    with closing(Front("tiny", 64)) as front:
+    with closing(Front(Manners("tiny"), 64)) as front:
         front.open(["k"])
         client = openai.OpenAI(base_url=f"{front.url}/s/k/v1", api_key="any", max_retries=0)
         with client, pytest.raises(openai.InternalServerError, match="need a tokenizer with a chat template"):

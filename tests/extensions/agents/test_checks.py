@@ -24,7 +24,7 @@ from openai import AsyncOpenAI
 
 async def run(task):
     async with AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client:
-        answer = await client.chat.completions.create(model="m", messages=task.messages)
+        answer = await client.chat.completions.create(model="policy", messages=task.messages)
     {then}
 """
 
@@ -46,11 +46,21 @@ def config_of(directory: Path, source: str, **environment: Any) -> Config:
     )  # fmt: skip
 
 
-def test_an_agent_that_fails_on_each_row_is_refused_such_as_one_that_asks_for_another_distribution(tmp_path: Path):
-    source = CHAT.format(then="return 1.0").replace('model="m",', 'model="m", temperature=0.3,')
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ("refuse", "expected the run's sampling.temperature = 1 or none, got 0.3"),
+        ("untrained", "made no call that was answered; 1 were, and are not trained on"),
+    ],
+)
+def test_an_agent_that_fails_on_each_row_is_refused_such_as_one_that_asks_for_another_distribution(
+    tmp_path: Path, settings: str, said: str
+):
+    source = CHAT.format(then="return 1.0").replace('model="policy",', 'model="policy", temperature=0.3,')
+    config = config_of(tmp_path, source, name=f"{tmp_path / 'agent.py'}:run", other_settings=settings)
     with pytest.raises(ConfigError, match=r"environment.name: .*agent.py:run can't play training row 0: ") as refused:
-        try_agent(config_of(tmp_path, source), ROWS)
-    assert "expected the run's sampling.temperature = 1 or none, got 0.3" in str(refused.value)
+        try_agent(config, ROWS)
+    assert said in str(refused.value)
 
 
 def test_an_agent_that_fails_on_some_rows_is_a_warning(tmp_path: Path):

@@ -13,6 +13,7 @@ import pytest
 
 from async_rl.extensions.agents.front.messages import Call, Delivered, Gone, Reply, ToGenerator
 from async_rl.extensions.agents.front.process import Front, FrontLost
+from async_rl.extensions.agents.front.requests import Manners
 from async_rl.extensions.agents.front.server import Pace
 from tests.extensions.agents.programs import Request, generate
 
@@ -21,7 +22,7 @@ DEADLINE_S = 60.0
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Front]:
-    with closing(Front("tiny", 128)) as front:
+    with closing(Front(Manners("tiny"), 128)) as front:
         yield front
 
 
@@ -96,8 +97,9 @@ def test_a_call_carries_token_ids_there_and_back(front: Front, given: dict[str, 
         ({"stop_token_ids": [-1]}, "stop_token_ids", "a list of token ids"),
         ({"seed": "x"}, "seed", "an integer"),
         ({"temperature": "hot"}, "temperature", "a number, got 'hot'"),
-        ({"repetition_penalty": 1.1}, "repetition_penalty", "got 1.1"),
+        ({"logit_bias": {"5": 1}}, "logit_bias", "got {'5': 1}"),
         ({"n": 2}, "n", "expected 1"),
+        ({"token_ids": [1], "untrained": 1}, "untrained", "true or false"),
         # What would be left aside.
         ({"tools": [{}]}, "tools", "leave it out"),
         ({"token_ids": [1], "temperature": 0}, "temperature", "leave it out"),  # it belongs into sampling_params
@@ -164,4 +166,4 @@ def test_a_hundred_megabytes_are_refused_before_they_are_read(front: Front):
         assert client.recv(1 << 16).startswith(b"HTTP/1.1 413")
     assert front.poll() == []
     _, body, _ = Request(front.url, "/s/k/v1/models", method="GET").answer()  # others are served
-    assert [(one["id"], one["max_model_len"]) for one in body["data"]] == [("tiny", 128)]
+    assert [(one["id"], one["max_model_len"]) for one in body["data"]] == [("tiny", 128), ("policy", 128)]

@@ -43,7 +43,7 @@ def test_a_call_that_goes_on_from_an_answer_keeps_the_sampled_tokens_in_one_sequ
     assert sequence.loss_mask.tolist() == [False, False, True, True, False, True]
     assert sequence.versions.tolist() == [NO_VERSION, NO_VERSION, 3, 3, NO_VERSION, 4]
     assert sequence.behavior_logprobs.tolist() == pytest.approx([0, 0, -0.07, -0.08, 0, -0.09])
-    assert session.counts() == {"first": 1, "continued": 1, "branched": 0, "rewritten": 0, "lost": 0}
+    assert session.counts() == {"first": 1, "continued": 1, "branched": 0, "rewritten": 0, "untrained": 0, "lost": 0}
     assert session.turn_tokens == [2, 1]
 
 
@@ -76,8 +76,8 @@ def test_an_answer_that_never_arrived_leaves_the_loss():
     session.lose(1)
     (sequence,) = session.sequences()
     assert sequence.token_ids.tolist() == [1, 7]
-    assert (session.num_lost, session.last_text, session.num_sampled) == (1, "kept", 1)
-    assert session.last_opened == "<think>"
+    assert (session.num_lost, session.last.text, session.num_sampled) == (1, "kept", 1)
+    assert session.last.prompt_opened == "<think>"
     ask(session, 2, (1, 7, 2), (6,))
     assert [one.token_ids.tolist() for one in session.sequences()] == [[1, 7, 2, 6]]
 

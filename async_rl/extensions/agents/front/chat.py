@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -17,20 +16,30 @@ import numpy as np
 
 from async_rl.errors import ModelError
 from async_rl.extensions.agents.front.answers import TOOL, form_of, message_of, parse_answer
-from async_rl.extensions.agents.front.conversations import ChatPrompt, Conversations, Tools
+from async_rl.extensions.agents.front.conversations import (
+    NO_VARIABLES,
+    ChatPrompt,
+    Conversations,
+    Tools,
+    Variables,
+)
 from async_rl.extensions.agents.front.forms import Form
 from async_rl.extensions.agents.front.messages import Call, Reply, Said
 from async_rl.extensions.agents.front.requests import (
     OF_CHATS,
+    VARIABLES,
+    Manners,
     Note,
     RefusedError,
     check_fields,
     count_of,
+    flag_of,
     stop_of,
     wishes,
 )
 
 MAX_CHOICES = 64
+_OF_RENDERING = {"messages", "tools", "add_generation_prompt", "tokenize", "continue_final_message"}
 _NUM_LAST = 64
 """Number of tokens at a prompt's end in which the beginning of the model's turn is looked for."""
 _NO_TOKENIZER = "chats need a tokenizer with a chat template, and this generator has none; use /inference/v1/generate"
@@ -48,6 +57,8 @@ class ChatRequest(msgspec.Struct):
     wants_usage: bool
     max_tokens: int | None
     raw: dict[str, Any]
+    is_trained: bool
+    is_answer: bool
 
 
 class ChatRenderer:
@@ -80,25 +91,25 @@ class ChatRenderer:
         own = getattr(self.tokenizer, "response_template", None)
         return form_of(own, lambda chat: str(apply_template(self.tokenizer, chat, names, open_turn=False)))
 
-    def check(self, messages: Sequence[Mapping[str, Any]], tools: Tools) -> None:
+    def reads(self, name: str) -> bool:
+        """Whether the chat template reads a variable."""
+        from async_rl.data.template import variables_of
+
+        return name in variables_of(self.tokenizer.get_chat_template())
+
+    def check(self, messages: Sequence[Mapping[str, Any]], tools: Tools, own: Variables) -> None:
         """Check that no message is lost, as ``template.check_rendered``."""
         from async_rl.data.template import check_rendered
 
-        check_rendered(self.tokenizer, messages, self._names(tools))
+        check_rendered(self.tokenizer, messages, self._names(tools, own))
 
-    def render(
-        self, messages: Sequence[Mapping[str, Any]], tools: Tools, own: Mapping[str, Any] = MappingProxyType({})
-    ) -> str:
-        """Render a conversation. ``own`` are the request's variables of the template, which replace those of the run.
-
-        Raises:
-            Exception: the template's.
-        """
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Tools, own: Variables = NO_VARIABLES) -> str:
+        """Render a conversation, as ``conversations.Renderer``."""
         from async_rl.data.template import apply_template
 
         return str(apply_template(self.tokenizer, messages, self._names(tools, own)))
 
-    def _names(self, tools: Tools, own: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    def _names(self, tools: Tools, own: Variables) -> dict[str, Any]:
         return {**self.arguments, **own, **({"tools": list(tools)} if tools else {})}
 
     def encode(self, text: str, before: str = "") -> np.ndarray:
@@ -128,7 +139,7 @@ def load_renderer(directory: str, arguments: Mapping[str, Any]) -> ChatRenderer:
         raise RefusedError(501, f"{_NO_TOKENIZER} ({error})", "no_chat_template") from None
 
 
-def read_chat(body: bytes, note: Note) -> ChatRequest:
+def read_chat(body: bytes, manners: Manners, note: Note) -> ChatRequest:
     """Read the body of a request. ``note`` gets the fields that have no effect.
 
     Raises:
@@ -143,7 +154,7 @@ def read_chat(body: bytes, note: Note) -> ChatRequest:
         raise RefusedError(400, "messages: expected a list of objects with a role", "invalid_request", "messages")
     if tools is not None and not (isinstance(tools, list) and all(isinstance(one, dict) for one in tools)):
         raise RefusedError(400, "tools: expected a list of objects", "invalid_request", "tools")
-    check_fields(raw, OF_CHATS, note)
+    check_fields(raw, OF_CHATS, note, refuses=manners.other_settings == "refuse")
     n = count_of(raw, "n") or 1
     if n > MAX_CHOICES:
         raise RefusedError(400, f"n: expected at most {MAX_CHOICES}, got {n}", "invalid_request", "n")
@@ -154,7 +165,8 @@ def read_chat(body: bytes, note: Note) -> ChatRequest:
         stream=bool(raw.get("stream")), wants_logprobs=bool(raw.get("logprobs")),
         wants_token_ids=bool(raw.get("return_token_ids")),
         wants_usage=isinstance(options, dict) and bool(options.get("include_usage")),
-        max_tokens=min(longest, default=None), raw=raw,
+        max_tokens=min(longest, default=None), raw=raw, is_trained=manners.is_trained(raw),
+        is_answer=flag_of(raw, "is_answer"),
     )  # fmt: skip
 
 
@@ -178,23 +190,30 @@ def prompt_of(known: Conversations, wanted: ChatRequest, renderer: ChatRenderer,
             "tools into the messages and read the answers' text"
         )
         raise RefusedError(400, text, "unsupported", "tools")
-    what = "messages"
+    own = _variables_of(wanted.raw, renderer, note)
     try:
-        renderer.check(wanted.messages, wanted.tools)
-        prompt = known.prompt(wanted.messages, wanted.tools)
-        what = "chat_template_kwargs"
-        own = wanted.raw.get(what) or {}
-        # The template may not read a variable, or have the same default.
-        is_other = own and len({renderer.render(wanted.messages, wanted.tools, one) for one in ({}, own)}) > 1
+        renderer.check(wanted.messages, wanted.tools, own)
+        return known.prompt(wanted.messages, wanted.tools, own)
     except Exception as error:  # boundary to chat templates, which raise what they like
-        text = f"{what}: the chat template can't render them: {type(error).__name__}: {error}"
-        raise RefusedError(400, text, "invalid_request", what) from None
-    if is_other:
-        text = f"{what}: expected what the run trains with, got {own!r:.80}; leave it out, or set data.{what}"
-        raise RefusedError(400, text, "unsupported", what)
-    if own and {**renderer.arguments, **own} != renderer.arguments:
-        note(what)
-    return prompt
+        text = f"messages: the chat template can't render them: {type(error).__name__}: {error}"
+        raise RefusedError(400, text, "invalid_request", "messages") from None
+
+
+def _variables_of(raw: Mapping[str, Any], renderer: ChatRenderer, note: Note) -> Variables:
+    """Return the variables of the template that a request sets. ``note`` gets those that the template does not read."""
+    given = raw.get("chat_template_kwargs") or {}
+    if not isinstance(given, dict) or given.keys() & _OF_RENDERING:
+        text = (
+            f"chat_template_kwargs: expected an object with variables of the chat template, and none of "
+            f"{', '.join(sorted(_OF_RENDERING))}, got {given!r:.80}"
+        )
+        raise RefusedError(400, text, "invalid_request", "chat_template_kwargs")
+    given = given | {name: raw[name] for name in VARIABLES if isinstance(raw.get(name), str | bool)}
+    for name in [one for one in VARIABLES if raw.get(one) and one not in given]:
+        note(name, raw[name])
+    for name in [one for one in given if not renderer.reads(one)]:
+        note(name, given.pop(name))
+    return given
 
 
 def chat_call(wanted: ChatRequest, prompt: ChatPrompt, number: int, key: str, choice: int) -> Call:
@@ -202,7 +221,10 @@ def chat_call(wanted: ChatRequest, prompt: ChatPrompt, number: int, key: str, ch
     messages = msgspec.json.encode(wanted.messages[prompt.num_known :])
     said = Said(messages, None if prompt.known is None else prompt.known.call)
     token_ids = prompt.token_ids.astype("<i4").tobytes()
-    return Call(number, key, token_ids, max_tokens=wanted.max_tokens, said=said, **wishes(wanted.raw, choice))
+    return Call(
+        number, key, token_ids, max_tokens=wanted.max_tokens, said=said, is_trained=wanted.is_trained,
+        is_answer=wanted.is_answer, **wishes(wanted.raw, choice),
+    )  # fmt: skip
 
 
 def chat_answer(

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,6 +26,8 @@ from async_rl.data.template_forms import joined_text, with_arguments
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]] | None
+Variables = Mapping[str, Any]
+NO_VARIABLES: Variables = MappingProxyType({})
 _WORD = "bluebell-%d-buttercup"
 _OF_ANSWERS = ("role", "content", "tool_calls")
 """What identifies an answer. Clients leave thoughts out, and add fields of their own."""
@@ -33,8 +36,10 @@ _OF_ANSWERS = ("role", "content", "tool_calls")
 class Renderer(Protocol):
     """A tokenizer with its chat template."""
 
-    def render(self, messages: Sequence[Message], tools: Tools) -> str:
+    def render(self, messages: Sequence[Message], tools: Tools, own: Variables) -> str:
         """Return the conversation as text, which ends where the model's answer begins.
+
+        ``own`` are the request's variables of the template, which replace those of the run.
 
         Raises:
             Exception: whatever the template's author wrote.
@@ -97,22 +102,23 @@ class Conversations:
         self._renderer = renderer
         self._known: dict[bytes, Known] = {}
 
-    def prompt(self, messages: Sequence[Message], tools: Tools) -> ChatPrompt:
-        """Return the ids of a conversation, which continue the longest one that is known.
+    def prompt(self, messages: Sequence[Message], tools: Tools, own: Variables = NO_VARIABLES) -> ChatPrompt:
+        """Return the ids of a conversation, which continue the longest one that is known with the same tools and
+        variables.
 
         Raises:
             Exception: the template can't render it.
         """
-        digests = _digests(messages, tools)
+        digests = _digests(messages, tools, own)
         for number in range(len(messages), 0, -1):
             known = self._known.get(digests[number - 1])
             if known is None:
                 continue
-            rest = self._rest(messages, number - 1, tools, known.ending)
+            rest = _rest(messages, number - 1, lambda chat: self._renderer.render(chat, tools, own), known.ending)
             if rest is not None:
                 new = self._renderer.encode(rest, "".join(known.ending))
                 return ChatPrompt(np.concatenate([known.token_ids(), new]).astype(np.int32), digests, known, number)
-        return ChatPrompt(self._renderer.encode(self._renderer.render(messages, tools)), digests)
+        return ChatPrompt(self._renderer.encode(self._renderer.render(messages, tools, own)), digests)
 
     def add(
         self, prompt: ChatPrompt, call: int, token_ids: np.ndarray, answer: Message, *, is_cut: bool = False
@@ -126,40 +132,44 @@ class Conversations:
         new = np.concatenate([prompt.token_ids[num_known:], token_ids]).astype(np.int32)
         self._known[_digest(prompt.digests[-1], answer)] = Known(call, prompt.known, new, ending)
 
-    def _rest(self, messages: Sequence[Message], place: int, tools: Tools, ending: tuple[str, ...]) -> str | None:
-        """Return the text that the template writes after the answer at ``place`` and the ``ending`` that was sampled.
 
-        Of several special tokens at the end the last ones may suffice: the model may sample others before.
+def _rest(
+    messages: Sequence[Message], place: int, render: Callable[[Sequence[Message]], str],
+    ending: tuple[str, ...],
+) -> str | None:  # fmt: skip
+    """Return the text that the template writes after the answer at ``place`` and the ``ending`` that was sampled.
 
-        None: the template does not let it be found.
-        """
-        answer = messages[place]
-        word = _word_outside(messages)
-        plain = {"role": answer["role"], "content": word}
-        calls = {"tool_calls": answer["tool_calls"]} if answer.get("tool_calls") else {}
-        later = [text for message in messages[place + 1 :] if (text := joined_text(message.get("content") or ""))]
-        stand_ins = [plain]
-        if calls:
-            # Some templates write a tool's answer only after its call, others no content beside calls or it behind the
-            # tool's answer: there the word is in the last call.
-            *others, last = answer["tool_calls"]
-            called = {**plain, "content": "", "tool_calls": [*others, with_arguments(last, {"word": word})]}
-            stand_ins = [{**plain, **calls}, plain, called]
-        for stand_in in stand_ins:
-            try:
-                text = self._renderer.render([*messages[:place], stand_in, *messages[place + 1 :]], tools)
-            except Exception:  # the template's own: the other form may do, or the conversation is rendered whole
-                continue
-            _, found, after = text.partition(word)
-            if not found or word in after:
-                continue
-            ends = ("".join(ending[number:]) for number in range(len(ending)))
-            end = next((text for text in ends if text in after), None)
-            # Of an answer that was cut, nothing marks the end but that nothing of it follows.
-            rest = after.partition(end)[2] if end else after if stand_in is plain and not ending else ""
-            if rest and all(one.strip() in unguarded(rest) for one in later):
-                return rest
-        return None
+    Of several special tokens at the end the last ones may suffice: the model may sample others before.
+
+    None: the template does not let it be found.
+    """
+    answer = messages[place]
+    word = _word_outside(messages)
+    plain = {"role": answer["role"], "content": word}
+    calls = {"tool_calls": answer["tool_calls"]} if answer.get("tool_calls") else {}
+    later = [text for message in messages[place + 1 :] if (text := joined_text(message.get("content") or ""))]
+    stand_ins = [plain]
+    if calls:
+        # Some templates write a tool's answer only after its call, others no content beside calls or it behind the
+        # tool's answer: there the word is in the last call.
+        *others, last = answer["tool_calls"]
+        called = {**plain, "content": "", "tool_calls": [*others, with_arguments(last, {"word": word})]}
+        stand_ins = [{**plain, **calls}, plain, called]
+    for stand_in in stand_ins:
+        try:
+            text = render([*messages[:place], stand_in, *messages[place + 1 :]])
+        except Exception:  # the template's own: the other form may do, or the conversation is rendered whole
+            continue
+        _, found, after = text.partition(word)
+        if not found or word in after:
+            continue
+        ends = ("".join(ending[number:]) for number in range(len(ending)))
+        end = next((text for text in ends if text in after), None)
+        # Of an answer that was cut, nothing marks the end but that nothing of it follows.
+        rest = after.partition(end)[2] if end else after if stand_in is plain and not ending else ""
+        if rest and all(one.strip() in unguarded(rest) for one in later):
+            return rest
+    return None
 
 
 def _word_outside(messages: Sequence[Message]) -> str:
@@ -168,9 +178,9 @@ def _word_outside(messages: Sequence[Message]) -> str:
     return next(word for number in range(len(texts) + 1) if (word := _WORD % number) not in texts)
 
 
-def _digests(messages: Sequence[Message], tools: Tools) -> tuple[bytes, ...]:
+def _digests(messages: Sequence[Message], tools: Tools, own: Variables) -> tuple[bytes, ...]:
     found: list[bytes] = []
-    digest = hashlib.sha256(json.dumps(tools, sort_keys=True, default=str).encode()).digest()
+    digest = hashlib.sha256(json.dumps([tools, dict(own)], sort_keys=True, default=str).encode()).digest()
     for message in messages:
         digest = _digest(digest, message)
         found.append(digest)

@@ -93,8 +93,8 @@ class Call(msgspec.Struct, tag=True, frozen=True):
     """A request for an answer to a prompt of P tokens.
 
     ``max_tokens``, ``stop`` and ``stop_token_ids`` may only shorten the answer. ``settings`` are the sampling settings
-    that the request names; they must be the run's. ``seed`` is mixed into the rollout's own. ``said`` is None if the
-    agent sent token ids.
+    that the request names. ``seed`` is mixed into the rollout's own. ``said`` is None if the agent sent token ids. The
+    run trains on the answer if ``is_trained``, and judges it in the place of the last one if ``is_answer``.
     """
 
     call: int
@@ -106,6 +106,8 @@ class Call(msgspec.Struct, tag=True, frozen=True):
     seed: int = 0
     settings: Mapping[str, float] = {}
     said: Said | None = None
+    is_trained: bool = True
+    is_answer: bool = False
 
 
 class Finish(msgspec.Struct, tag=True, frozen=True):

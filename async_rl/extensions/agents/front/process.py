@@ -15,6 +15,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from msgspec import to_builtins
+
 from async_rl.extensions.agents.front.messages import (
     Accept,
     Claimed,
@@ -30,6 +32,7 @@ from async_rl.extensions.agents.front.messages import (
     pack,
     take_for_generator,
 )
+from async_rl.extensions.agents.front.requests import Manners
 from async_rl.extensions.agents.relay.loopback import BACKLOG, require_packages
 from async_rl.net.keys import ClientKeys
 from async_rl.process.helper import Channel, Helper
@@ -49,7 +52,7 @@ class Front:
     """The HTTP front of one generator. No method waits.
 
     Args:
-        model: the model's name, for ``/v1/models``.
+        manners: how requests are taken.
         tokenizer: a directory with the files of a tokenizer, for chats. None: there are none.
         template_arguments: further variables of the chat template.
         max_model_len: the longest sequence, in tokens.
@@ -59,13 +62,13 @@ class Front:
     """
 
     def __init__(
-        self, model: str, max_model_len: int, tokenizer: Path | None = None,
+        self, manners: Manners, max_model_len: int, tokenizer: Path | None = None,
         template_arguments: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         require_packages("generator.serve")
         self._settings: dict[str, Any] = {
-            "model": model, "max_model_len": max_model_len, "tokenizer": "" if tokenizer is None else str(tokenizer),
-            "template_arguments": dict(template_arguments),
+            "manners": to_builtins(manners), "max_model_len": max_model_len,
+            "tokenizer": "" if tokenizer is None else str(tokenizer), "template_arguments": dict(template_arguments),
         }  # fmt: skip
         self._keys: set[str] = set()
         self._join: Join | None = None

@@ -1,8 +1,9 @@
 """What the front reads of requests, and the token endpoint's bodies.
 
-A request may shorten an answer, and may change neither its prompt nor the distribution that it is sampled from: the run
-trains on it. Such requests are refused by the name of the field. ``check_fields`` knows the fields of OpenAI's chats,
-and those that vLLM, SGLang, llama.cpp and TGI add.
+A request may shorten an answer, and may change neither what it consists of nor the distribution that it is sampled
+from: the run trains on it. ``environment.other_settings`` says what becomes of requests that would sample otherwise;
+the rest is refused by the name of the field. ``check_fields`` knows the fields of OpenAI's chats, and those that vLLM,
+SGLang, llama.cpp and TGI add.
 """
 
 from __future__ import annotations
@@ -10,49 +11,61 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from async_rl.config.generator import OtherSettings
 from async_rl.extensions.agents.front.messages import Call, Reply
 
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    # What is sampled.
+SAMPLED: Mapping[str, tuple[Any, ...]] = {
     "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "repeat_penalty": (1,),
     "no_repeat_ngram_size": (0,), "dry_multiplier": (0,), "typical_p": (1,), "top_a": (0,), "tfs_z": (1,),
     "top_n_sigma": (-1, 0), "xtc_probability": (0,), "dynatemp_range": (0,), "mirostat": (0,), "epsilon_cutoff": (0,),
     "eta_cutoff": (0,), "do_sample": (True,), "best_of": (1,), "use_beam_search": (False,), "num_beams": (1,),
-    "length_penalty": (1,), "min_tokens": (0,), "min_new_tokens": (0,), "ignore_eos": (False,), "logit_bias": (),
-    "bad_words": (), "allowed_token_ids": (), "logits_processors": (), "custom_logit_processor": (), "extra_args": (),
-    "vllm_xargs": (), "structured_outputs": (), "guided_json": (), "guided_regex": (), "guided_choice": (),
-    "guided_grammar": (), "guided_decoding": (), "structural_tag": (), "json_schema": (), "grammar": (), "regex": (),
-    "ebnf": (), "response_format": ({"type": "text"},), "tool_choice": ("auto", "none"), "functions": (),
-    "function_call": ("auto", "none"), "prediction": (), "web_search_options": (), "audio": (),
-    "modalities": (["text"],), "thinking_token_budget": (), "thinking_budget": (), "repetition_detection": (),
+    "length_penalty": (1,), "min_tokens": (0,), "min_new_tokens": (0,), "thinking_token_budget": (),
+    "thinking_budget": (), "repetition_detection": (),
+}  # fmt: skip
+"""Fields that would change how tokens are sampled, with the values that change nothing, as do null and what is empty.
+"""
+VARIABLES = ("reasoning_effort", "enable_thinking", "thinking", "verbosity")
+"""Fields of requests that are variables of chat templates. Where the model's reads no such one they have no effect."""
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    # What may be sampled.
+    "ignore_eos": (False,), "logit_bias": (), "bad_words": (), "allowed_token_ids": (), "logits_processors": (),
+    "custom_logit_processor": (), "extra_args": (), "vllm_xargs": (), "structured_outputs": (), "guided_json": (),
+    "guided_regex": (), "guided_choice": (), "guided_grammar": (), "guided_decoding": (), "structural_tag": (),
+    "json_schema": (), "grammar": (), "regex": (), "ebnf": (), "response_format": ({"type": "text"},),
+    "tool_choice": ("auto", "none"), "functions": (), "function_call": ("auto", "none"), "prediction": (),
+    "web_search_options": (), "audio": (), "modalities": (["text"],),
     # Where an answer ends: other names of ``max_tokens`` and ``stop``.
     "max_new_tokens": (), "max_output_tokens": (), "n_predict": (), "stop_sequences": (), "stop_regex": (),
     # The prompt.
-    "reasoning_effort": (), "reasoning": (), "thinking": (), "enable_thinking": (), "verbosity": ("medium",),
-    "documents": (), "chat_template": (), "system": (), "instructions": (), "add_generation_prompt": (True,),
-    "continue_final_message": (False,), "add_special_tokens": (False,), "truncate_prompt_tokens": (-1,),
+    "reasoning": (), "documents": (), "chat_template": (), "system": (), "instructions": (),
+    "add_generation_prompt": (True,), "continue_final_message": (False,), "add_special_tokens": (False,),
+    "truncate_prompt_tokens": (-1,),
     # What the answer consists of.
     "n": (1,), "logprobs": (0, 1), "top_logprobs": (0,), "prompt_logprobs": (), "echo": (False,),
 }  # fmt: skip
-"""Fields that would change the prompt, what is sampled or the parts of the answer, with the values that change nothing.
-So do null and what is empty."""
+"""The same for what may be sampled, the prompt and the parts of the answer."""
 _HARMLESS = frozenset({
-    "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "stream_options",
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "stream_options",
     "prompt_cache_retention", "prompt_cache_options", "priority", "request_id", "cache_salt", "return_token_ids",
 })  # fmt: skip
 """Fields that a server may leave aside without a word."""
 _OF_SAMPLING = frozenset({"temperature", "top_p", "top_k", "min_p", "max_tokens", "stop", "stop_token_ids", "seed"})
 _OF_GENERATE = frozenset({"token_ids", "sampling_params", "stream", "features"})
-OF_CHATS = _OF_SAMPLING | {"messages", "tools", "n", "stream", "max_completion_tokens", "chat_template_kwargs"}
+_OF_ALL = frozenset({"model", "untrained", "is_answer"})
+OF_CHATS = (
+    _OF_SAMPLING | _OF_ALL | {"messages", "tools", "n", "stream", "max_completion_tokens", "chat_template_kwargs"}
+).union(VARIABLES)
 """Fields that are read in a chat, in addition to those of ``NEUTRAL``."""
-Note = Callable[[str], None]
-"""Takes the name of a field that has no effect."""
+Note = Callable[[str, Any], None]
+"""Takes the name of a field that has no effect, and its value."""
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
-"""Settings that must be the run's, if they are given."""
+POLICY = "policy"
+"""The name by which every request may call the model that is trained."""
 
 
 class RefusedError(Exception):
@@ -70,6 +83,37 @@ class GenerateRequest(msgspec.Struct):
     sampling_params: dict[str, Any] = {}
     stream: bool = False
     features: Any = None
+
+
+@dataclass(frozen=True)
+class Manners:
+    """How requests are taken.
+
+    Attributes:
+        model: a name of the model that is trained, in addition to ``POLICY``.
+        untrained: the names of models that the policy plays without being trained (``environment.untrained_models``).
+        other_settings: as ``environment.other_settings``.
+    """
+
+    model: str
+    untrained: frozenset[str] = frozenset()
+    other_settings: OtherSettings = "replace"
+
+    def is_trained(self, params: Mapping[str, Any]) -> bool:
+        """Return whether the run trains on the answer to a request.
+
+        Raises:
+            RefusedError: it names a model that nobody plays, or says it malformed.
+        """
+        name = params.get("model") or POLICY
+        if name not in (POLICY, self.model) and name not in self.untrained:
+            text = (
+                f"model: expected {POLICY} or {self.model}, which is trained, or one of environment.untrained_models "
+                f"({', '.join(sorted(self.untrained)) or 'none'}), got {name!r:.80}: name the policy, or list this "
+                f"model there, so that the policy plays it untrained"
+            )
+            raise RefusedError(404, text, "model_not_found", "model")
+        return name not in self.untrained and not flag_of(params, "untrained")
 
 
 class FinishRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -94,10 +138,11 @@ def read_finish(body: bytes) -> FinishRequest:
         raise RefusedError(400, f"the request: {error}", "invalid_request") from None
 
 
-def check_fields(fields: Mapping[str, Any], read: frozenset[str], note: Note) -> None:
+def check_fields(fields: Mapping[str, Any], read: frozenset[str], note: Note, *, refuses: bool = False) -> None:
     """Check that nothing in a request is left aside that would change its prompt or its answer.
 
-    ``read`` are the fields whose values the caller reads. ``note`` gets those that nobody knows.
+    ``read`` are the fields whose values the caller reads. ``note`` gets those that nobody knows, and, unless it
+    ``refuses`` them, those that would sample otherwise.
 
     Raises:
         RefusedError: a field has another value than a neutral one, or belongs into another place.
@@ -105,16 +150,19 @@ def check_fields(fields: Mapping[str, Any], read: frozenset[str], note: Note) ->
     for name, got in fields.items():
         if name in read or name in _HARMLESS or got in (None, "", [], {}):
             continue
-        neutral = NEUTRAL.get(name)
+        neutral = {**SAMPLED, **NEUTRAL}.get(name)
         if neutral is None and name not in OF_CHATS | _OF_GENERATE:
-            note(name)
+            note(name, got)
+        elif name in SAMPLED and not refuses:
+            if got not in SAMPLED[name]:
+                note(name, got)
         elif got is not False if neutral is None else got not in neutral:
             wanted = " or ".join(msgspec.json.encode(one).decode() for one in neutral or ()) or "no value here"
             text = f"{name}: expected {wanted}, got {got!r:.80}: other values can't be trained on; leave it out"
             raise RefusedError(400, text, "unsupported", name)
 
 
-def read_generate(body: bytes, note: Note) -> Call:
+def read_generate(body: bytes, manners: Manners, note: Note) -> Call:
     """Read the body of ``POST /inference/v1/generate``. The call has no number and no key yet.
 
     ``note`` gets the fields that have no effect.
@@ -136,9 +184,10 @@ def read_generate(body: bytes, note: Note) -> Call:
         name = "stream" if wanted.stream else "features"
         raise RefusedError(400, f"{name}: can't be had here; leave it out", "unsupported", name)
     params = wanted.sampling_params
-    check_fields(raw, _OF_GENERATE, note)
-    check_fields(params, _OF_SAMPLING, note)
-    return Call(0, "", token_ids.tobytes(), max_tokens=count_of(params, "max_tokens"), **wishes(params))
+    check_fields(raw, _OF_GENERATE | _OF_ALL, note)
+    check_fields(params, _OF_SAMPLING, note, refuses=manners.other_settings == "refuse")
+    kind = {"is_trained": manners.is_trained(raw), "is_answer": flag_of(raw, "is_answer")}
+    return Call(0, "", token_ids.tobytes(), max_tokens=count_of(params, "max_tokens"), **kind, **wishes(params))
 
 
 def wishes(params: Mapping[str, Any], choice: int = 0) -> dict[str, Any]:
@@ -149,6 +198,12 @@ def wishes(params: Mapping[str, Any], choice: int = 0) -> dict[str, Any]:
     """
     ends = {"stop": stop_of(params), "stop_token_ids": _stop_token_ids(params)}
     return {**ends, "seed": _seed_of(params) + choice, "settings": _settings_of(params)}
+
+
+def flag_of(params: Mapping[str, Any], name: str) -> bool:
+    if not isinstance(value := params.get(name) or False, bool):
+        raise RefusedError(400, f"{name}: expected true or false, got {value!r:.80}", "invalid_request", name)
+    return value
 
 
 def _settings_of(params: Mapping[str, Any]) -> dict[str, float]:

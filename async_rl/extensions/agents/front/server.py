@@ -67,7 +67,14 @@ from async_rl.extensions.agents.front.messages import (
     take_for_front,
 )
 from async_rl.extensions.agents.front.remote_programs import RemotePrograms
-from async_rl.extensions.agents.front.requests import RefusedError, generate_answer, read_finish, read_generate
+from async_rl.extensions.agents.front.requests import (
+    POLICY,
+    Manners,
+    RefusedError,
+    generate_answer,
+    read_finish,
+    read_generate,
+)
 from async_rl.extensions.agents.relay.loopback import serve_http
 from async_rl.extensions.agents.relay.responses import HandedResponse, bearer, disconnected, read_body, refusal
 from async_rl.process.fault_points import fault_point
@@ -239,9 +246,11 @@ class Calls:
 class Endpoints:
     """The HTTP endpoints of one generator."""
 
-    def __init__(self, calls: Calls, model: str, max_model_len: int, renderer: asyncio.Future[ChatRenderer]) -> None:
+    def __init__(
+        self, calls: Calls, manners: Manners, max_model_len: int, renderer: asyncio.Future[ChatRenderer]
+    ) -> None:
         """``renderer`` may still be loading."""
-        self._calls, self._model, self._max_model_len, self._renderer = calls, model, max_model_len, renderer
+        self._calls, self._manners, self._max_model_len, self._renderer = calls, manners, max_model_len, renderer
         self._conversations: dict[str, Conversations] = {}
         self._pace = Pace()
         self._noted: set[str] = set()
@@ -259,18 +268,16 @@ class Endpoints:
         ] + [Route("/s/{key}/finish", self.finish, methods=["POST"])]
 
     async def models(self, request: Request) -> Response:
-        """``GET /v1/models``. Any model name is taken in requests: there is only one."""
+        """``GET /v1/models``: the names that requests may have."""
         await self._wait(_key(request), 0)
-        card = {
-            "id": self._model, "object": "model", "created": 0, "owned_by": "async-rl",
-            "max_model_len": self._max_model_len,
-        }  # fmt: skip
-        return _json({"object": "list", "data": [card]})
+        common = {"object": "model", "created": 0, "owned_by": "async-rl", "max_model_len": self._max_model_len}
+        names = dict.fromkeys((self._manners.model, POLICY, *sorted(self._manners.untrained)))
+        return _json({"object": "list", "data": [{"id": name, **common} for name in names]})
 
     async def generate(self, request: Request) -> Response:
         """``POST /inference/v1/generate``."""
         key = _key(request)
-        wanted = read_generate(await self._body(request, key), self._note)
+        wanted = read_generate(await self._body(request, key), self._manners, self._note)
         self._calls.check_key(key)  # it may have been closed while the body arrived
         with self._calls.numbered(key, 1) as (number,):
             call = msgspec.structs.replace(wanted, call=number, key=key)
@@ -280,7 +287,7 @@ class Endpoints:
     async def chat(self, request: Request) -> Response:
         """``POST /v1/chat/completions``."""
         key = _key(request)
-        wanted = read_chat(await self._body(request, key), self._note)
+        wanted = read_chat(await self._body(request, key), self._manners, self._note)
         renderer = await asyncio.shield(self._renderer)
         known = self._conversations_of(key, renderer)
         prompt = await asyncio.to_thread(prompt_of, known, wanted, renderer, self._note)
@@ -288,7 +295,7 @@ class Endpoints:
         with self._calls.numbered(key, wanted.n) as numbers:
             calls = [chat_call(wanted, prompt, number, key, choice) for choice, number in enumerate(numbers)]
             replies = await self._calls.answers(calls, request)
-            answer = chat_answer(wanted, self._model, prompt, replies, renderer)
+            answer = chat_answer(wanted, self._manners.model, prompt, replies, renderer)
             for number, reply, choice in zip(numbers, replies, answer["choices"], strict=True):
                 self._calls.send(Answered(number, msgspec.json.encode(choice["message"])))
                 token_ids, is_cut = np.frombuffer(reply.token_ids, np.int32), reply.finish_reason == "length"
@@ -297,11 +304,11 @@ class Endpoints:
                 return self._answer(chat_events(answer, wanted), numbers, "text/event-stream; charset=utf-8")
             return self._answer(msgspec.json.encode(answer), numbers)
 
-    def _note(self, name: str) -> None:
+    def _note(self, name: str, value: object) -> None:
         """Log a field of requests that has no effect, once."""
         if name not in self._noted and len(self._noted) < _MAX_LOGGED:
             self._noted.add(name)
-            logger.warning("agents' calls have the field %.80r, which has no effect here", name)
+            logger.warning("agents' calls have the field %.80r (first %.80r), which has no effect here", name, value)
 
     async def _wait(self, key: str, num_bytes: int) -> None:
         """Wait as long as a request with a key must. Keys without an open session share one rate."""
@@ -389,9 +396,11 @@ async def _nobody(request: Request, error: Exception) -> Response:
     return Response(status_code=_CLIENT_GONE)
 
 
-def application(calls: Calls, model: str, max_model_len: int, renderer: asyncio.Future[ChatRenderer]) -> Starlette:
+def application(
+    calls: Calls, manners: Manners, max_model_len: int, renderer: asyncio.Future[ChatRenderer]
+) -> Starlette:
     """Return the ASGI application."""
-    endpoints = Endpoints(calls, model, max_model_len, renderer)
+    endpoints = Endpoints(calls, manners, max_model_len, renderer)
     handlers = {RefusedError: Refusals().answer, ClientDisconnect: _nobody, ClientGoneError: _nobody}
     return Starlette(routes=endpoints.routes(), exception_handlers=handlers)
 
@@ -401,7 +410,8 @@ async def _serve(listener: socket.socket, link: socket.socket, settings: Mapping
     calls = Calls(reader, writer, settings["first_call"])
     load = asyncio.to_thread(load_renderer, settings["tokenizer"], settings["template_arguments"])
     renderer = asyncio.ensure_future(load)
-    app = application(calls, settings["model"], settings["max_model_len"], renderer)
+    manners = msgspec.convert(settings["manners"], Manners)
+    app = application(calls, manners, settings["max_model_len"], renderer)
     calls.programs = RemotePrograms(app, calls.send, MAX_CALLS_OF_SESSION)
     serving = asyncio.create_task(serve_http(app, listener))
     listening = asyncio.create_task(calls.listen())
