@@ -6,10 +6,11 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from http.client import HTTPConnection
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -97,10 +98,18 @@ class Request:
     """One request, which begins at once. ``answer`` waits for it."""
 
     def __init__(
-        self, url: str, path: str, body: Any = None, *, method: str = "POST", key: str = "", raw: bytes | None = None
+        self,
+        url: str,
+        path: str,
+        body: Any = None,
+        *,
+        method: str = "POST",
+        key: str = "",
+        raw: bytes | None = None,
+        headers: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._connection = HTTPConnection(urlsplit(url).netloc, timeout=60)
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        headers = {**headers, **({"Authorization": f"Bearer {key}"} if key else {})}
         data = raw if raw is not None else json.dumps(body).encode() if body is not None else None
         self._connection.request(method, path, data, headers)
         self._found: Future[tuple[int, dict[str, Any], dict[str, str]]] = Future()

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
+import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
-from typing import Any
+from typing import Any, NoReturn
 
+import httpx
 import numpy as np
 import pytest
 
-from async_rl.extensions.agents.front.messages import Call, Delivered, Gone, Reply, ToGenerator
+from async_rl.extensions.agents.front.chat import ChatRequest, read_chat
+from async_rl.extensions.agents.front.messages import Call, Delivered, Gone, Open, Reply, ToGenerator, pack
 from async_rl.extensions.agents.front.process import Front, FrontLost
-from async_rl.extensions.agents.front.requests import Manners
-from async_rl.extensions.agents.front.server import Pace
+from async_rl.extensions.agents.front.requests import Manners, RefusedError
+from async_rl.extensions.agents.front.server import Calls, Pace, application
 from tests.extensions.agents.programs import Request, generate
 
 DEADLINE_S = 60.0
@@ -127,6 +132,26 @@ def test_an_unknown_key_is_refused_and_one_that_ended_says_why(front: Front):
     assert (status, headers["x-should-retry"]) == (410, "false")
 
 
+@pytest.mark.parametrize("headers", [{"Origin": "https://example.org"}, {"Host": "rebound.example.org:80"}])
+def test_a_web_page_may_not_call(front: Front, headers: dict[str, str]):
+    request = Request(front.url, "/s/k/inference/v1/generate", {"token_ids": [1]}, headers=headers)
+    assert refused(request)[:2] == (403, "not_a_program")
+    assert front.poll() == []
+
+
+@pytest.mark.parametrize(("path", "method"), [("/v1/completions", "POST"), ("/v1/chat/completions", "GET")])
+def test_an_unknown_path_is_told_those_that_there_are(front: Front, path: str, method: str):
+    status, body, _ = Request(front.url, path, {}, key="k", method=method).answer()
+    assert (status, body["error"]["code"]) == (404, "unknown_path")
+    assert "/v1/chat/completions" in body["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/inference/v1/generate"])
+def test_json_that_is_too_deep_is_refused(front: Front, path: str):
+    raw = b'{"messages":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    assert refused(Request(front.url, path, raw=raw, key="k"))[:2] == (400, "invalid_request")
+
+
 def test_a_client_that_goes_is_reported(front: Front):
     request = generate(front.url, [1], key="k")
     call = one_call(front)
@@ -160,10 +185,53 @@ def test_a_key_pays_for_its_calls_and_bytes():
 
 def test_a_hundred_megabytes_are_refused_before_they_are_read(front: Front):
     size = 100 << 20
-    head = f"POST /s/k/inference/v1/generate HTTP/1.1\r\nHost: x\r\nContent-Length: {size}\r\n\r\n"
+    head = f"POST /s/k/inference/v1/generate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {size}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", int(front.url.rpartition(":")[2])), timeout=DEADLINE_S) as client:
         client.sendall(head.encode() + b"[")
         assert client.recv(1 << 16).startswith(b"HTTP/1.1 413")
     assert front.poll() == []
     _, body, _ = Request(front.url, "/s/k/v1/models", method="GET").answer()  # others are served
     assert [(one["id"], one["max_model_len"]) for one in body["data"]] == [("tiny", 128), ("policy", 128)]
+
+
+def test_the_long_texts_of_a_session_keep_no_other_one_waiting(monkeypatch: pytest.MonkeyPatch):
+    tokenised, received = threading.Event(), Counter[str]()
+
+    def receive(body: bytes, manners: Manners, note: Any) -> ChatRequest:
+        found = read_chat(body, manners, note)
+        received[found.messages[0]["content"]] += 1
+        return found
+
+    def prompt_of(known: object, wanted: ChatRequest, renderer: object, note: object) -> NoReturn:
+        if wanted.messages[0]["content"] == "long":
+            assert tokenised.wait(DEADLINE_S)
+        raise RefusedError(400, "it was its turn", "done")
+
+    async def ask() -> None:
+        ours, its = socket.socketpair()
+        calls = Calls(*await asyncio.open_connection(sock=its), 0)
+        listening = asyncio.create_task(calls.listen())
+        ours.sendall(pack(Open(["busy", "other"])))
+        loaded: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        loaded.set_result(None)
+        app = httpx.ASGITransport(application(calls, Manners("tiny"), 64, loaded))
+        async with httpx.AsyncClient(transport=app, base_url="http://front", timeout=DEADLINE_S) as client:
+
+            async def post(key: str, text: str) -> str:
+                body = {"messages": [{"role": "user", "content": text}]}
+                return (await client.post(f"/s/{key}/v1/chat/completions", json=body)).json()["error"]["message"]
+
+            while not calls.is_open("other"):
+                await asyncio.sleep(0)
+            long = [asyncio.create_task(post("busy", "long")) for _ in range(40)]  # more than there are threads
+            while received["long"] < len(long):
+                await asyncio.sleep(0)
+            assert await post("other", "short") == "it was its turn"
+            tokenised.set()
+            assert set(await asyncio.gather(*long)) == {"it was its turn"}
+        ours.close()
+        await listening
+
+    monkeypatch.setattr("async_rl.extensions.agents.front.server.read_chat", receive)
+    monkeypatch.setattr("async_rl.extensions.agents.front.server.prompt_of", prompt_of)
+    asyncio.run(ask())

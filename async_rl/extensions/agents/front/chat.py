@@ -147,7 +147,7 @@ def read_chat(body: bytes, manners: Manners, note: Note) -> ChatRequest:
     """
     try:
         raw: dict[str, Any] = msgspec.json.decode(body, type=dict[str, Any])
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise RefusedError(400, f"the request: {error}", "invalid_request") from None
     messages, tools = raw.get("messages"), raw.get("tools") or None
     if not isinstance(messages, list) or not messages or not all(_is_message(one) for one in messages):
@@ -279,12 +279,20 @@ def _text_of(wanted: ChatRequest, reply: Reply) -> str:
 
 
 def chat_events(answer: Mapping[str, Any], wanted: ChatRequest) -> bytes:
-    """Return the answer as server-sent events: one for each choice, and one with the usage if it was asked for."""
+    """Return the answer as server-sent events: text before calls and the end, and the usage if it was asked for.
+
+    Some clients lose the calls of an event that has text, too.
+    """
     common = {name: answer[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
     chunks: list[dict[str, Any]] = []
     for choice in answer["choices"]:
         delta = dict(choice["message"])
-        if calls := delta.get("tool_calls"):
+        if calls := delta.pop("tool_calls", ()):
+            if delta["content"] or delta.get("reasoning_content"):
+                chunks.append(
+                    {**common, "choices": [{"index": choice["index"], "delta": delta, "finish_reason": None}]}
+                )
+                delta = {}
             delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
         piece = {name: choice[name] for name in ("index", "logprobs", "finish_reason", "token_ids") if name in choice}
         chunks.append({**common, "choices": [{**piece, "delta": delta}]})

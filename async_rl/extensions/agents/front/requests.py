@@ -174,7 +174,7 @@ def read_generate(body: bytes, manners: Manners, note: Note) -> Call:
         raw = msgspec.json.decode(body, type=dict[str, Any])
         wanted = msgspec.convert(raw, GenerateRequest)
         token_ids = array("i", wanted.token_ids)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise RefusedError(400, f"the request: {error}", "invalid_request") from None
     except (OverflowError, TypeError):
         raise RefusedError(400, "token_ids: expected integers below 2^31", "invalid_request", "token_ids") from None

@@ -87,6 +87,7 @@ _BODY_BYTES, _BODY_BYTES_PER_TOKEN = 1 << 20, 64
 bytes in JSON, a token of text seldom more than 16."""
 MAX_CALLS_OF_SESSION = 256
 """Maximum number of calls of one session that run at the same time."""
+_DIALECTS = ("/inference/v1/generate", "/v1/chat/completions")
 _CHUNK = 1 << 16
 _CLIENT_GONE = 499
 """The status of an answer that nobody gets, as nginx has it."""
@@ -251,16 +252,14 @@ class Endpoints:
     ) -> None:
         """``renderer`` may still be loading."""
         self._calls, self._manners, self._max_model_len, self._renderer = calls, manners, max_model_len, renderer
-        self._conversations: dict[str, Conversations] = {}
+        self._conversations: dict[str, tuple[Conversations, asyncio.Lock]] = {}
         self._pace = Pace()
         self._noted: set[str] = set()
 
     def routes(self) -> list[Route]:
         """Return the routes, each also below ``/s/KEY``."""
-        paths = [
-            ("/v1/models", self.models, "GET"), ("/inference/v1/generate", self.generate, "POST"),
-            ("/v1/chat/completions", self.chat, "POST"),
-        ]  # fmt: skip
+        generate, chat = _DIALECTS
+        paths = [("/v1/models", self.models, "GET"), (generate, self.generate, "POST"), (chat, self.chat, "POST")]
         return [
             Route(prefix + path, endpoint, methods=[method])
             for path, endpoint, method in paths
@@ -289,8 +288,10 @@ class Endpoints:
         key = _key(request)
         wanted = read_chat(await self._body(request, key), self._manners, self._note)
         renderer = await asyncio.shield(self._renderer)
-        known = self._conversations_of(key, renderer)
-        prompt = await asyncio.to_thread(prompt_of, known, wanted, renderer, self._note)
+        known, one_by_one = self._conversations_of(key, renderer)
+        # A long text takes a thread for seconds. A session has one, so that its calls keep no other one waiting.
+        async with one_by_one:
+            prompt = await asyncio.to_thread(prompt_of, known, wanted, renderer, self._note)
         self._calls.check_key(key)
         with self._calls.numbered(key, wanted.n) as numbers:
             calls = [chat_call(wanted, prompt, number, key, choice) for choice, number in enumerate(numbers)]
@@ -342,10 +343,10 @@ class Endpoints:
             raise RefusedError(413, text, "too_large")
         return body
 
-    def _conversations_of(self, key: str, renderer: ChatRenderer) -> Conversations:
+    def _conversations_of(self, key: str, renderer: ChatRenderer) -> tuple[Conversations, asyncio.Lock]:
         for closed in [one for one in self._conversations if not self._calls.is_open(one)]:
             del self._conversations[closed]
-        return self._conversations.setdefault(key, Conversations(renderer))
+        return self._conversations.setdefault(key, (Conversations(renderer), asyncio.Lock()))
 
     def _answer(self, body: bytes, numbers: Sequence[int], kind: str = "application/json") -> Response:
         """Return the response to calls, which tells the generator when the client's connection has it."""
@@ -391,6 +392,12 @@ class Refusals:
         return refusal(error.status, error.message, error.code, error.param or None)
 
 
+async def _unknown(request: Request, error: Exception) -> Response:
+    """Answer a request for another path or with another method."""
+    text = f"expected POST {', POST '.join(_DIALECTS)} or GET /v1/models, got {request.method} {request.url.path:.80}"
+    return refusal(404, text, "unknown_path")
+
+
 async def _nobody(request: Request, error: Exception) -> Response:
     """Answer a client that has gone before it had sent its whole request, or before it was answered."""
     return Response(status_code=_CLIENT_GONE)
@@ -401,7 +408,10 @@ def application(
 ) -> Starlette:
     """Return the ASGI application."""
     endpoints = Endpoints(calls, manners, max_model_len, renderer)
-    handlers = {RefusedError: Refusals().answer, ClientDisconnect: _nobody, ClientGoneError: _nobody}
+    handlers = {
+        RefusedError: Refusals().answer, ClientDisconnect: _nobody, ClientGoneError: _nobody,
+        404: _unknown, 405: _unknown,
+    }  # fmt: skip
     return Starlette(routes=endpoints.routes(), exception_handlers=handlers)
 
 

@@ -7,12 +7,15 @@ import secrets
 from collections.abc import Callable
 from typing import Any
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from async_rl.extensions.agents.relay.loopback import error_body
 from async_rl.extensions.agents.relay.messages import MAX_BODY_BYTES
+
+SILENT_S = 60.0
+"""Time in which nothing of a request's body comes, after which it is given up."""
 
 
 class HandedResponse(Response):
@@ -50,16 +53,24 @@ async def first_of(awaited: asyncio.Future[Any], request: Request) -> None:
 
 
 async def read_body(request: Request, max_bytes: int = MAX_BODY_BYTES) -> bytes | None:
-    """Return the request's body; None if it is too large."""
+    """Return the request's body; None if it is too large.
+
+    Raises:
+        ClientDisconnect: its client has gone, or sends nothing of it any more.
+    """
     announced = request.headers.get("content-length", "0")
     if announced.isdecimal() and int(announced) > max_bytes:
         return None
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
+    body, chunks = bytearray(), request.stream()
+    while True:
+        try:
+            body += await asyncio.wait_for(anext(chunks), SILENT_S)
+        except StopAsyncIteration:
+            return bytes(body)
+        except TimeoutError:
+            raise ClientDisconnect from None
         if len(body) > max_bytes:
             return None
-    return bytes(body)
 
 
 def bearer(request: Request) -> str:
