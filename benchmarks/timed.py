@@ -172,6 +172,36 @@ def timed_config(
     return load_config(path)
 
 
+def _train(config: Config, train_s: float, num_generators: int) -> list[dict[str, Any]]:
+    """Train with so many generators, each in a process of its own, and return the rows of the metrics."""
+    report: list[str] = []
+    sampler = LearnerSampler(config, rank=0, device=torch.device("cpu"), report=report.append)
+    generates = config.learner.generate
+    engine = TimedEngine(train_s, sampler if generates else None)
+    generators: list[subprocess.Popen[bytes]] = []
+
+    def start_generators(address: str) -> None:
+        command = [sys.executable, "-m", "async_rl", "generator", "--connect", address]
+        for _ in range(num_generators):
+            generators.append(
+                subprocess.Popen(
+                    command,
+                    env={**os.environ, "OMP_NUM_THREADS": "1"},
+                    stdout=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+            )
+
+    try:
+        context = LearnerContext(on_queue=start_generators, sampling=engine if generates else None)
+        return train_with(config, engine, context)
+    finally:
+        for process in generators:
+            process.send_signal(signal.SIGTERM)
+        for process in generators:
+            process.wait(30)
+
+
 def measure_timed(
     *,
     num_generators: int,
@@ -197,31 +227,7 @@ def measure_timed(
             generates=generates,
             run_ahead=run_ahead,
         )
-        report: list[str] = []
-        sampler = LearnerSampler(config, rank=0, device=torch.device("cpu"), report=report.append)
-        engine = TimedEngine(train_s, sampler if generates else None)
-        generators: list[subprocess.Popen[bytes]] = []
-
-        def start_generators(address: str) -> None:
-            command = [sys.executable, "-m", "async_rl", "generator", "--connect", address]
-            for _ in range(num_generators):
-                generators.append(
-                    subprocess.Popen(
-                        command,
-                        env={**os.environ, "OMP_NUM_THREADS": "1"},
-                        stdout=subprocess.DEVNULL,
-                        start_new_session=True,
-                    )
-                )
-
-        try:
-            context = LearnerContext(on_queue=start_generators, sampling=engine if generates else None)
-            rows = train_with(config, engine, context)
-        finally:
-            for process in generators:
-                process.send_signal(signal.SIGTERM)
-            for process in generators:
-                process.wait(30)
+        rows = _train(config, train_s, num_generators)
         ledger = json.loads((Path(config.run.dir) / "ledger.json").read_text())["groups"]
     # No lease goes past the last step, so the last ones run dry: they belong to the run's end, not to its pace.
     window = [row for row in rows if "version" in row][warmup_steps : warmup_steps + steps]

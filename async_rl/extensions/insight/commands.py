@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,6 +14,9 @@ from async_rl.cli.options import AsJson, ConfigPath, Overrides, Quiet
 from async_rl.errors import ConfigError
 from async_rl.output import Progress, print_json
 from async_rl.terminal import visible
+
+if TYPE_CHECKING:
+    from async_rl.extensions.insight.comparison.sweep import Variant
 
 report_command = typer.Typer(rich_markup_mode=None)
 compare_command = typer.Typer(rich_markup_mode=None)
@@ -161,13 +165,7 @@ def sweep(
       async-rl sweep run.toml --seeds 3 \\
         --over queue.max_staleness=0,1,4,16
     """
-    from async_rl.extensions.insight.comparison.sweep import (
-        has_finished,
-        header,
-        launch_variant,
-        plan_sweep,
-        result_line,
-    )
+    from async_rl.extensions.insight.comparison.sweep import plan_sweep
     from async_rl.process.child import exit_on_sigterm
 
     exit_on_sigterm()
@@ -177,6 +175,15 @@ def sweep(
         over = f"{over.strip()}={','.join(map(str, propose_bounds(config, overrides or [])))}"
         typer.echo(f"async-rl plan proposes --over {over}", err=True)
     variants = plan_sweep(config, overrides or [], over, seeds)
+    _launch_all(config, variants, quiet=quiet)
+    run_dirs = [variant.run_dir for variant in variants]
+    compare(run_dirs, run_dirs[0].parent / "compare.png", as_json=as_json, quiet=quiet)
+
+
+def _launch_all(config: Path, variants: Sequence[Variant], *, quiet: bool) -> None:
+    """Launch the ``variants`` that have not finished, one after the other. The first that fails ends the command."""
+    from async_rl.extensions.insight.comparison.sweep import has_finished, header, launch_variant, result_line
+
     left, took_s = [variant for variant in variants if not has_finished(config, variant)], list[float]()
     for number, variant in enumerate(variants, start=1):
         begun = time.monotonic()
@@ -191,12 +198,25 @@ def sweep(
             left.remove(variant)
         if not quiet:
             typer.echo(visible(result_line(number, len(variants), variant)), err=True)
-    run_dirs = [variant.run_dir for variant in variants]
-    compare(run_dirs, run_dirs[0].parent / "compare.png", as_json=as_json, quiet=quiet)
 
 
 def _range(option: str, what: str) -> typer.models.OptionInfo:
     return typer.Option(option, metavar="N,N,...", help=f"{what} to predict.")
+
+
+LengthsFile = Annotated[
+    Path | None,
+    typer.Option("--lengths", metavar="FILE", help="Take lengths from FILE: on each line a length, or also a count."),
+]
+GivenRates = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--rate",
+        metavar="NAME=VALUE",
+        help="Give a rate in place of the measured one: decode_step_s, decode_sequence_s, train_s, train_token_s, "
+        "after_s, transfer_s, pause_s (seconds), version_bytes, filtered (a share). May be repeated.",
+    ),
+]
 
 
 @plan_command.command(short_help="Predict speed and staleness for other settings.")
@@ -210,22 +230,8 @@ def plan(
         float | None,
         typer.Option("--sigma", min=0, help="Take log-normal lengths with this deviation of their logarithm."),
     ] = None,
-    lengths: Annotated[
-        Path | None,
-        typer.Option(
-            "--lengths", metavar="FILE", help="Take lengths from FILE: on each line a length, or also a count."
-        ),
-    ] = None,
-    rate: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--rate",
-            metavar="NAME=VALUE",
-            help="Give a rate in place of the measured one: decode_step_s, decode_sequence_s, train_s, "
-            "train_token_s, after_s, transfer_s, pause_s (seconds), version_bytes, filtered (a share). "
-            "May be repeated.",
-        ),
-    ] = None,
+    lengths: LengthsFile = None,
+    rate: GivenRates = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -247,14 +253,11 @@ def plan(
     from async_rl.extensions.insight.plan.table import plan_json, plan_lines, settings_of
 
     bounds = _numbers("--max-staleness", max_staleness, least=0)
-    counts, numbers, means = (
-        _numbers(option, text, least=1)
-        for option, text in (("--generators", generators), ("--ranks", ranks), ("--mean-tokens", mean_tokens))
-    )
-    mean = means[0] if means else None
+    counts, numbers = _numbers("--generators", generators, least=1), _numbers("--ranks", ranks, least=1)
+    means = _numbers("--mean-tokens", mean_tokens, least=1)
     config, rates, source = find_rates(
-        run, overrides or [], rate or [], lengths_file=lengths, mean_tokens=mean, sigma=sigma
-    )
+        run, overrides or [], rate or [], lengths_file=lengths, mean_tokens=means[0] if means else None, sigma=sigma
+    )  # fmt: skip
     settings = settings_of(config, rates, bounds, counts, numbers, means)
     with Progress(quiet=quiet) as progress:
         found = []

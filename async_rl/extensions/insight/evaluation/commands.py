@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -154,6 +154,14 @@ def evaluate(
         has_options = bool(values or datasets or overrides or config or out or insecure)
         _compare([Path(model) for model in models], has_options=has_options, as_json=as_json)
         return
+    _answer(models, datasets or [], config, overrides or [], values, out, as_json, insecure, quiet)
+
+
+def _answer(
+    models: list[str], datasets: list[str], config: Path | None, overrides: list[str], values: dict[str, Any],
+    out: Path | None, as_json: bool, insecure: bool, quiet: bool,
+) -> None:  # fmt: skip
+    """Let ``models`` answer the data sets and print the result. ``values`` are config keys with those of options."""
     with Progress(quiet=quiet) as progress:
         progress.show("loading PyTorch")
         from async_rl.extensions.insight.evaluation.offline import (
@@ -164,7 +172,7 @@ def evaluate(
             run_eval,
         )
 
-        options = EvalOptions(tuple(datasets or ()), config, tuple(overrides or ()), values)
+        options = EvalOptions(tuple(datasets), config, tuple(overrides), values)
         settings = eval_settings(models, options)
         for note in settings.notes:
             progress.note(note)
