@@ -99,9 +99,13 @@ DoctorConnect = Annotated[
         help="Check this machine for generators of the run whose queue server has this address. Needs no CONFIG.",
     ),
 ]
-DoctorOn = Annotated[
+On = Annotated[
     str | None,
     typer.Option("--on", metavar="GPUS", help="Predict CONFIG elsewhere: 8xH100; 2x8xH100 (two nodes); 8xH100,1500GB."),
+]
+MeanTokens = Annotated[
+    int | None,
+    typer.Option("--mean-tokens", metavar="N", min=1, help="With --on: mean length of answers, in tokens."),
 ]
 Parity = Annotated[
     bool,

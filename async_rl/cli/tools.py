@@ -17,13 +17,15 @@ from async_rl.cli.options import (
     CheckTimeout,
     ConfigPath,
     DoctorConnect,
-    DoctorOn,
     Insecure,
     Keys,
+    MeanTokens,
+    On,
     Overrides,
     Parity,
     Quiet,
 )
+from async_rl.errors import ConfigError
 from async_rl.output import Progress, print_json, prints_to_stderr
 from async_rl.terminal import visible
 
@@ -65,8 +67,6 @@ def show_config(
     else:
         resolved = load_config(config, overrides or [])
     if not explain and key is not None:
-        from async_rl.errors import ConfigError
-
         raise ConfigError(
             f"expected only CONFIG, or --explain and a key, got the key {key!r} without --explain; add --explain"
         )
@@ -130,7 +130,8 @@ def doctor(
     ] = None,
     overrides: Overrides = None,
     connect: DoctorConnect = None,
-    on: DoctorOn = None,
+    on: On = None,
+    mean_tokens: MeanTokens = None,
     keys: Keys = None,
     insecure: Insecure = False,
     parity: Parity = True,
@@ -152,23 +153,15 @@ def doctor(
       async-rl doctor --connect tcp://10.0.0.1:5555 --keys node-b.key
       async-rl doctor run.toml --on 8xH100
     """
-    from async_rl.errors import ConfigError
-
-    if (config is None) == (connect is None):
-        raise ConfigError(
-            f"expected either CONFIG or --connect ADDRESS, got {'neither' if config is None else 'both'}; name the "
-            f"config on the learner's machine, or the queue server's address on a generator's machine"
-        )
-    if on is not None and config is None:
-        raise ConfigError("--on: expected CONFIG, too, got --connect; name the config to predict")
+    _check_options(config, connect, on, mean_tokens, keys)
     from async_rl.launch.checks.finding import exit_code, findings_json, print_table
 
     command = "generator"
     with Progress(quiet=quiet) as progress, prints_to_stderr():
         if config is not None:
-            if keys is not None:
-                raise ConfigError("--keys is only for --connect; leave it out, because CONFIG names the run's keys")
-            command, found = _check_config(config, overrides or [], on, insecure, timeout, parity, progress)
+            command, found = _check_config(
+                config, overrides or [], on, mean_tokens, insecure, timeout, parity, progress
+            )
         else:
             found = _check_node(str(connect), overrides or [], keys, insecure, timeout, progress)
     if as_json:
@@ -182,9 +175,26 @@ def doctor(
     raise typer.Exit(exit_code(found))
 
 
+def _check_options(
+    config: Path | None, connect: str | None, on: str | None, mean_tokens: int | None, keys: Path | None
+) -> None:
+    if (config is None) == (connect is None):
+        raise ConfigError(
+            f"expected either CONFIG or --connect ADDRESS, got {'neither' if config is None else 'both'}; name the "
+            f"config on the learner's machine, or the queue server's address on a generator's machine"
+        )
+    if on is not None and config is None:
+        raise ConfigError("--on: expected CONFIG, too, got --connect; name the config to predict")
+    if mean_tokens is not None and on is None:
+        raise ConfigError("--mean-tokens: expected --on, too, got none; name the GPUs to predict")
+    if keys is not None and config is not None:
+        raise ConfigError("--keys is only for --connect; leave it out, because CONFIG names the run's keys")
+
+
 def _check_config(
-    path: Path, overrides: list[str], on: str | None, insecure: bool, timeout: float, parity: bool, progress: Progress
-) -> tuple[str, list[Finding]]:
+    path: Path, overrides: list[str], on: str | None, mean_tokens: int | None, insecure: bool, timeout: float,
+    parity: bool, progress: Progress,
+) -> tuple[str, list[Finding]]:  # fmt: skip
     """Check a config, here or for the machines ``on``. Return the command that runs it, and what was found."""
     from async_rl.config.loading import load_config
     from async_rl.launch.checks.doctor import run_checks
@@ -193,7 +203,7 @@ def _check_config(
     config = load_config(path, overrides)
     found = run_checks(
         config, insecure=insecure, deadline_s=timeout, with_parity=parity, report=progress.show,
-        machines=None if on is None else Machines.parse("--on", on),
+        machines=None if on is None else Machines.parse("--on", on), mean_tokens=mean_tokens,
     )  # fmt: skip
     return config.offline_commands[0] if config.is_offline_only else "launch", found
 

@@ -46,7 +46,7 @@ def test_the_doctors_sums_are_those_of_the_kernels_of_a_micro_batch(how: str, mo
     shape = predicted.Shape(decoder(896, 4864, 2, 14, 2, 32768), 1, how)
     parts = predicted.predict_parts(shape, max_tokens=4096, length=1024)
     # Four sequences of 1,024 with prompts of 128: 3,584 sampled tokens, and 4 x 1024^2 / 2 pairs.
-    tokens = Tokens(rows=4096, sampled=3584, attended=4 * 1024**2 / 2 / 3584)
+    tokens = Tokens(rows=4096, sampled=3584, attended=4 * 1024**2 / 2 / 3584, mean=896)
     config, machines = predicted._config(shape, 4096), Machines.parse("--on", "1xH100")
     sums = learner_parts(shape.model, config, Layout(), machines, tokens)
     assert sums["products"] == pytest.approx(parts.trunk_products + parts.head_products, rel=0.02)

@@ -222,6 +222,7 @@ COMMANDS = [
     ("eval --compare . --samples 2", "expected only directories"),
     ("doctor", "got neither"),
     (f"doctor run.toml --connect {ADDRESS}", "got both"),
+    ("doctor run.toml --mean-tokens 9", "--mean-tokens: expected --on, too"),
     ("doctor run.toml --keys a.key", "--keys is only for --connect"),
     (f"doctor --connect {ADDRESS} --set queue.max_staleness=1", "queue.max_staleness"),
 ]  # fmt: skip

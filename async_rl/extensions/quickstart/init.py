@@ -29,7 +29,7 @@ from async_rl.data.dataset import parse_row, rules_of
 from async_rl.data.files import Source
 from async_rl.errors import AsyncRLError, ConfigError, DataError, ModelError
 from async_rl.launch.checks.learner_memory import shape_of
-from async_rl.launch.checks.prediction import best_step, on_machines, smallest_that_fits
+from async_rl.launch.checks.prediction import best_step, on_machines, smallest_that_fits, tokens_of
 from async_rl.learner.cards import Machines
 from async_rl.output import Progress
 from async_rl.process.user_code import is_code_name
@@ -318,11 +318,11 @@ def _divide(values: dict[str, Any], machines: Machines) -> None:
         UserError: nothing fits, or the model is of an unknown kind.
     """
     config = on_machines(parse_config(values, "the answers"), machines)
-    shape = shape_of(config.model.path)
-    if (best := best_step(shape, config, machines)) is None:
+    shape, tokens = shape_of(config.model.path), tokens_of(config)
+    if (best := best_step(shape, config, machines, tokens)) is None:
         raise ConfigError(
             f"--gpus: expected GPUs on which {config.model.path} fits, got {machines.name}; "
-            f"{smallest_that_fits(shape, config, machines)}"
+            f"{smallest_that_fits(shape, config, machines, tokens)}"
         )
     for key, value in best.changes.items():
         section, _, name = key.partition(".")

@@ -149,6 +149,7 @@ class _Device:
         if most <= self.size and not too_small:
             return Finding(check, "WARN", text, _WATCH) if unknown else Finding(check, "OK", text)
         state = "FAIL" if least > self.size or too_small else "WARN"
+        text += "" if state == "FAIL" else f"; only {size_text(int(least))} of that are sure, so it may fit"
         return Finding(check, state, text, self._fix(parts, is_training=is_training))
 
     def _parts(self, processes: Sequence[str], *, is_training: bool) -> tuple[list[Part], list[str]]:
@@ -201,7 +202,9 @@ class _Device:
             "weights": plan.weights, "gradients": plan.gradients, "optimizer": plan.optimizer,
             "gathered": plan.gathered, "activations and logits": plan.activations + plan.head,
         }  # fmt: skip
+        for_cuda = f" and {size_text(RESERVED_BYTES)} for CUDA" if self.kind == "cuda" else ""
         text = ", ".join(f"{name} {size_text(int(size))}" for name, size in what.items())
+        text += f"; with {MARGIN - 1:.0%} for gaps{for_cuda}"
         yield Part("learner", needed_bytes(plan, self.kind), _SURE * plan.total, text)
         if config.learner_uses_vllm and self.kind == "cuda":
             yield Part("its vLLM", ASLEEP_BYTES, ASLEEP_BYTES, "while it sleeps")

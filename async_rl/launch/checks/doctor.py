@@ -15,9 +15,9 @@ from async_rl.config.loading import config_data
 from async_rl.errors import AsyncRLError
 from async_rl.launch.checks.check_process import CheckProcess, overdue_finding
 from async_rl.launch.checks.finding import Finding
-from async_rl.launch.checks.prediction import on_machines
+from async_rl.launch.checks.prediction import on_machines, tokens_of
 from async_rl.launch.checks.start import Check, Start
-from async_rl.launch.checks.table import caught, checks_of, findings_of
+from async_rl.launch.checks.table import NOT_MADE, caught, checks_of, findings_of
 from async_rl.learner.cards import Machines
 from async_rl.output import Report, ignore
 
@@ -52,7 +52,7 @@ def run_in_thread(name: str, check: Callable[[], Iterable[Finding]], deadline_s:
 
 def run_checks(
     config: Config, *, insecure: bool, deadline_s: float, with_parity: bool = True, machines: Machines | None = None,
-    report: Report = ignore,
+    mean_tokens: float | None = None, report: Report = ignore,
 ) -> list[Finding]:  # fmt: skip
     """Make every check and return the findings, in the order of the table. Of a config for ``sft``, ``rm`` or ``dpo``
     alone only the checks that matter to these commands are made.
@@ -62,13 +62,23 @@ def run_checks(
         deadline_s: time limit in seconds of each check that loads data or a model.
         with_parity: compare the log-probabilities of generator and learner, too.
         machines: check for these, which are not here, instead of this one, by sums over the model's config.json.
+        mean_tokens: mean length of answers on ``machines``. None: assumed.
         report: gets what is checked, before the doctor waits for that check.
+
+    Raises:
+        ConfigError: ``mean_tokens`` is above the limit of answers.
     """
     role = "plan" if machines else "offline" if config.is_offline_only else "launch"
     config = on_machines(config, machines) if machines else config
-    start = Start(config, role, insecure, may_run=True, machines=machines)
+    tokens = tokens_of(config, mean_tokens) if machines else None
+    start = Start(config, role, insecure, may_run=True, machines=machines, tokens=tokens)
     checks = [check for check in checks_of(start, with_doctors=True) if with_parity or check.name != "parity"]
-    return run_table(start, checks, deadline_s=deadline_s, report=report)
+    found = run_table(start, checks, deadline_s=deadline_s, report=report)
+    if machines:
+        others = [c.name for c in checks_of(Start(config), with_doctors=True) if start.role not in c.roles]
+        text = "what needs data, reward or the machines: run `async-rl doctor` there, without --on, for "
+        found.append(Finding(NOT_MADE, "skip", text + ", ".join(others)))
+    return found
 
 
 def run_table(start: Start, checks: Sequence[Check], *, deadline_s: float, report: Report) -> list[Finding]:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from async_rl.config.config import Config
 from async_rl.config.generator import AUTO
 from async_rl.config.learner import Recomputation
+from async_rl.config.loading import flat
 from async_rl.config.parallel import Layout
 from async_rl.errors import ConfigError
 from async_rl.generator.vllm.adapter import workers_receive
@@ -28,9 +29,10 @@ from async_rl.learner.memory_plan import ModelShape, logits_chunk_bytes
 from async_rl.output import size_text
 
 UNCONFIRMED = "predicted: no card has confirmed it"
-_MEAN_SHARE, _ATTENDED = 0.4, 0.8
-"""Assumed mean of an answer's length over ``sampling.max_new_tokens``; and of the tokens of its answer that a token
-attends to, over that mean: lengths are log-normal (sigma 0.9) and cut at the limit."""
+_MEAN_SHARE = 0.4
+"""Mean of an answer's length over ``sampling.max_new_tokens``, where none is given. Assumed."""
+SIGMA = 0.9
+"""Standard deviation of the logarithm of a length; lengths are cut at the limit. Assumed."""
 _AGAIN: Mapping[Recomputation, tuple[bool, bool, bool]] = {
     "none": (False, False, False),
     "selective": (False, False, True),
@@ -46,13 +48,30 @@ _VLLM_BYTES = 4e9
 
 
 class Tokens(NamedTuple):
-    """The tokens of an optimizer step: those of the learner's rows (a shared prompt counts once), those sampled, and
-    how many a sampled one attends to.
+    """The tokens of an optimizer step: those of the learner's rows (a shared prompt counts once), those sampled, how
+    many a sampled one attends to; and of an answer on average.
     """
 
     rows: float
     sampled: float
     attended: float
+    mean: float
+
+
+class Engine(NamedTuple):
+    """A generator, as vLLM: how many sequences of the longest length its cache holds, how many usual ones it samples at
+    once, and the seconds of a decode step without its sequences and more for each of these.
+    """
+
+    held: int
+    at_once: int
+    step_s: float
+    sequence_s: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens that it samples in a second. 0 if its weights don't fit."""
+        return self.at_once / (self.step_s + self.at_once * self.sequence_s) if self.held else 0.0
 
 
 class Step(NamedTuple):
@@ -67,12 +86,21 @@ class Step(NamedTuple):
     changes: Mapping[str, Any]
 
 
-def tokens_of(config: Config) -> Tokens:
-    """Return what a step will have, if answers are as long as ``_MEAN_SHARE`` says and prompts half of their limit."""
+def tokens_of(config: Config, mean_tokens: float | None = None) -> Tokens:
+    """Return what a step will have, with answers of ``mean_tokens``, by default ``_MEAN_SHARE`` of the limit, and
+    prompts of half of theirs.
+
+    Raises:
+        ConfigError: the limit is below that mean.
+    """
     groups, prompt = config.learner.groups_per_step, config.sampling.max_prompt_tokens / 2
-    mean = _MEAN_SHARE * config.sampling.max_new_tokens
+    limit = config.sampling.max_new_tokens
+    mean = _MEAN_SHARE * limit if mean_tokens is None else mean_tokens
+    if mean > limit:
+        raise ConfigError(f"--mean-tokens: expected at most sampling.max_new_tokens, {limit}, got {mean:.0f}; lower it")
     sampled = groups * config.sampling.group_size * mean
-    return Tokens(groups * prompt + sampled, sampled, prompt + _ATTENDED * mean)
+    # Of log-normal lengths of ``SIGMA``, cut at the limit, a token attends to about so many of its own answer.
+    return Tokens(groups * prompt + sampled, sampled, prompt + mean * (1 - mean / limit / 2), mean)
 
 
 def learner_parts(
@@ -121,10 +149,8 @@ def version_seconds(size_bytes: float, num_ranks: int) -> tuple[float, float]:
     return size_bytes / cards.NVLINK if num_ranks > 1 else 0.0, size_bytes / min(cards.PCIE, cards.HASH_ALL)
 
 
-def engine_of(shape: ModelShape, config: Config, card: cards.Card, tokens: Tokens) -> tuple[int, int, float]:
-    """Return of each generator, as vLLM, how many sequences of the longest length its cache holds, how many usual ones
-    it samples at once, and how many tokens it samples in a second: 0 if its weights don't fit.
-    """
+def engine_of(shape: ModelShape, config: Config, card: cards.Card, tokens: Tokens) -> Engine:
+    """Return what each generator does."""
     parts, weights = config.generator.tensor_parallel_size, 2 * shape.num_parameters
     decoded_per_s = cards.DECODED * card.bandwidth
     share = config.generator.memory_fraction * card.memory_bytes - _VLLM_BYTES
@@ -134,20 +160,22 @@ def engine_of(shape: ModelShape, config: Config, card: cards.Card, tokens: Token
     # On average a running sequence has as many tokens as one attends to. A tenth of the cache stays free.
     at_once = min(config.generator.batch_size, int(0.9 * room / of_token / tokens.attended))
     products = 2 * at_once * shape.num_parameters / (cards.COMPUTED * card.peak)
-    read = max(weights / decoded_per_s, products) + at_once * of_token * tokens.attended / decoded_per_s
-    return held, at_once, at_once / (read / parts + cards.DECODE_S * (1 + (parts > 1))) if held else 0.0
+    step_s = max(weights / decoded_per_s, products) / parts + cards.DECODE_S * (1 + (parts > 1))
+    return Engine(held, at_once, step_s, of_token * tokens.attended / decoded_per_s / parts)
 
 
-def step_of(shape: ModelShape, config: Config, machines: Machines, changes: Mapping[str, Any] | None = None) -> Step:
+def step_of(
+    shape: ModelShape, config: Config, machines: Machines, tokens: Tokens, changes: Mapping[str, Any] | None = None
+) -> Step:
     """Predict the step of ``config``, whose ``generator.count`` is that of all nodes.
 
     Raises:
         ConfigError: its ranks can't be divided as ``[parallel]`` says.
     """
-    ranks, generator, tokens = config.learner.nproc, config.generator, tokens_of(config)
+    ranks, generator = config.learner.nproc, config.generator
     learner = learner_parts(shape, config, Layout.of(config.parallel, ranks), machines, tokens)
-    *_, each_per_s = engine_of(shape, config, machines.card, tokens)
-    per_s = each_per_s * (ranks if config.learner_uses_vllm else generator.count)
+    per_s = engine_of(shape, config, machines.card, tokens).tokens_per_s
+    per_s *= ranks if config.learner_uses_vllm else generator.count
     both = sum(learner.values()), tokens.sampled / per_s if per_s else math.inf
     shares = ranks + generator.count * generator.tensor_parallel_size > machines.total_gpus or config.learner_uses_vllm
     return Step(learner, *both, sum(both) if shares else max(both), changes or {})
@@ -164,11 +192,11 @@ def fits(shape: ModelShape, config: Config, machines: Machines) -> Proposal | No
     return propose(shape, config, config.learner.nproc, room, "cuda")
 
 
-def best_step(shape: ModelShape, config: Config, machines: Machines) -> Step | None:
+def best_step(shape: ModelShape, config: Config, machines: Machines, tokens: Tokens) -> Step | None:
     """Return the fastest step of all divisions of the GPUs between ranks and generators, each with as little recomputed
     as fits. None: nothing fits.
     """
-    total, found = machines.total_gpus, list[Step]()
+    total, found, own = machines.total_gpus, list[Step](), flat(config.model_dump())
     least = {} if config.learner.compile else {"model.gradient_checkpointing": "none"}
     sizes = [size for size in (1, 2, 4, 8) if size < max(2, total) and shape.num_heads % size == 0]
     for parts, count in ((size, count) for size in sizes for count in range(1, max(2, (total - 1) // size + 1))):
@@ -177,19 +205,20 @@ def best_step(shape: ModelShape, config: Config, machines: Machines) -> Step | N
         try:
             if proposal := fits(shape, with_changes(config, changes), machines):
                 changes |= proposal.changes
-                found.append(step_of(shape, with_changes(config, changes), machines, changes))
+                changed = {key: value for key, value in changes.items() if value != own[key]}
+                found.append(step_of(shape, with_changes(config, changed), machines, tokens, changed))
         except ConfigError:  # so many ranks can't be divided as [parallel] says
             continue
     return min((step for step in found if step.seconds < math.inf), key=lambda step: step.seconds, default=None)
 
 
-def smallest_that_fits(shape: ModelShape, config: Config, machines: Machines) -> str:
+def smallest_that_fits(shape: ModelShape, config: Config, machines: Machines, tokens: Tokens) -> str:
     """Return what would do where ``best_step`` finds nothing: adapters, or more GPUs."""
     adapters = with_changes(config, {"lora.rank": 32})
-    ways = ["set lora.rank = 32"] if best_step(shape, adapters, machines) else []
+    ways = ["set lora.rank = 32"] if best_step(shape, adapters, machines, tokens) else []
     sizes = [total for total in (2, 4, 8, 16, 32, 64) if total > machines.total_gpus]
     larger = (replace(machines, num_nodes=max(1, total // 8), num_gpus=min(8, total)) for total in sizes)
-    ways += [f"take {more.total_gpus} of these GPUs" for more in larger if best_step(shape, config, more)][:1]
+    ways += [f"take {more.total_gpus} of these GPUs" for more in larger if best_step(shape, config, more, tokens)][:1]
     return ", or ".join(ways) or "take a smaller model"
 
 
@@ -205,45 +234,50 @@ def on_machines(config: Config, machines: Machines) -> Config:
     return with_changes(config, changes)
 
 
-def find_prediction(config: Config, machines: Machines) -> Iterator[Finding]:
+def find_prediction(config: Config, machines: Machines, tokens: Tokens) -> Iterator[Finding]:
     """Predict what a step of ``config`` takes, the best division of the GPUs, and sizes of versions and checkpoints.
 
     Raises:
         ModelError: the model is not there, or of an unknown kind.
     """
-    shape, tokens = shape_of(config.model.path), tokens_of(config)
-    step, sampling = step_of(shape, config, machines), config.sampling
-    held, at_once, per_s = engine_of(shape, config, machines.card, tokens)
+    shape, sampling = shape_of(config.model.path), config.sampling
+    step, engine = step_of(shape, config, machines, tokens), engine_of(shape, config, machines.card, tokens)
     yield Finding(
         "prediction", "OK", f"{UNCONFIRMED}. Memory may be off by 15 %, seconds by the ranges in brackets. Assumed: "
-        f"answers of {_MEAN_SHARE * sampling.max_new_tokens:.0f} tokens on average, vLLM, "
-        f"{size_text(machines.host_bytes)} in each host, the rates of async_rl/learner/cards.py",
+        f"answers of {tokens.mean:.0f} tokens on average ({tokens.mean / sampling.max_new_tokens:.0%} of "
+        f"sampling.max_new_tokens; --mean-tokens sets it), vLLM, {size_text(machines.host_bytes)} in each host, "
+        f"the rates of async_rl/learner/cards.py",
     )  # fmt: skip
     yield Finding(
-        "cache", "OK" if held else "FAIL", f"each generator holds {held} sequences of "
-        f"{sampling.max_prompt_tokens + sampling.max_new_tokens} tokens; of usual ones it samples {at_once} at once, "
-        f"{per_s:.0f} tokens/s (generator.batch_size = {config.generator.batch_size})",
-        "" if held else "raise generator.memory_fraction or tensor_parallel_size",
+        "cache", "OK" if engine.held else "FAIL", f"each generator holds {engine.held} sequences of "
+        f"{sampling.max_prompt_tokens + sampling.max_new_tokens} tokens; of usual ones it samples {engine.at_once} at "
+        f"once, {engine.tokens_per_s:.0f} tokens/s (generator.batch_size = {config.generator.batch_size})",
+        "" if engine.held else "raise generator.memory_fraction or tensor_parallel_size",
     )  # fmt: skip
     parts = ", ".join(f"{name} {_text(seconds)}" for name, seconds in step.learner.items())
     if step.seconds < math.inf:
         text = f"{_range(step.seconds)} for {tokens.sampled:,.0f} sampled tokens: learner {_text(step.learner_s)}"
         yield Finding("step", "OK", f"{text} ({parts}), generators {_text(step.generators_s)}")
     if not config.learner_uses_vllm:
-        yield _split(step, shape, config, machines)
+        yield _split(step, shape, config, machines, tokens)
     size, pause = 2 * shape.num_parameters, step.learner["pause for a version"]
-    whole = pause + size / min(cards.PCIE, cards.HASH_ALL, machines.link(machines.total_gpus))
+    whole = pause + transfer_s(size, machines)
     yield Finding("version", "OK", f"{size_text(size)}, from a step to the generators in {_range(whole)}")
     each, kept = checkpoint_bytes(config), config.checkpoint.keep_last
     text = f"{size_text(each)} of disk each; {size_text(each * kept)} for checkpoint.keep_last = {kept}"
     yield Finding("checkpoint", "OK", text if each else "adapters alone: small")
 
 
-def _split(step: Step, shape: ModelShape, config: Config, machines: Machines) -> Finding:
-    best, own = best_step(shape, config, machines), fits(shape, config, machines)
+def transfer_s(size_bytes: float, machines: Machines) -> float:
+    """Return the seconds from a version's publication to the generators."""
+    return size_bytes / min(cards.PCIE, cards.HASH_ALL, machines.link(machines.total_gpus))
+
+
+def _split(step: Step, shape: ModelShape, config: Config, machines: Machines, tokens: Tokens) -> Finding:
+    best, own = best_step(shape, config, machines, tokens), fits(shape, config, machines)
     text = f"{config.learner.nproc} learner ranks, {config.generator.count} generators: {_text(step.seconds)} s"
     if not best:
-        fix = smallest_that_fits(shape, config, machines)
+        fix = smallest_that_fits(shape, config, machines, tokens)
         return Finding("split", "FAIL", f"no division of {machines.name} fits", fix)
     does_fit = own is not None and not own.changes
     if does_fit and best.seconds > _GAINS * step.seconds:

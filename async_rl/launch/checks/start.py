@@ -13,6 +13,7 @@ from async_rl.data.dataset import LoadedRows, Row
 from async_rl.launch.checks.addresses import serves_here
 from async_rl.launch.checks.data import TRAIN, load_all_rows
 from async_rl.launch.checks.finding import Finding
+from async_rl.launch.checks.prediction import Tokens
 from async_rl.learner.cards import Machines
 
 Moment = Literal["config", "files", "machine", "trial", "doctor", "process"]
@@ -35,6 +36,7 @@ class Start:
         may_run: the run may be at work already, as the doctor looks at it.
         connect: the queue server's address as this machine's generators reach it; None on the learner's machine.
         machines: of a plan.
+        tokens: of a plan's step.
     """
 
     config: Config
@@ -43,6 +45,7 @@ class Start:
     may_run: bool = False
     connect: str | None = None
     machines: Machines | None = None
+    tokens: Tokens | None = None
 
     @property
     def devices_of(self) -> tuple[str, ...]:

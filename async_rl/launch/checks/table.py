@@ -120,7 +120,8 @@ CHECKS: tuple[Check, ...] = (
               s.config, s.num_ranks, is_alone=s.role not in _PLANS, machines=s.machines
           ),
           needs=("ranks", "devices", "model")),
-    Check("prediction", "doctor", ("plan",), lambda s: find_prediction(s.config, s.machines) if s.machines else (),
+    Check("prediction", "doctor", ("plan",),
+          lambda s: find_prediction(s.config, s.machines, s.tokens) if s.machines and s.tokens else (),
           needs=("ranks", "parallel")),
     Check("template", "files", _LEARNERS, lambda s: models.check_template(s.config, s.rows), needs=("data", "model")),
     Check("sampling.stop_token_ids", "files", _LEARNERS, lambda s: settings.check_stop_tokens(s.config),

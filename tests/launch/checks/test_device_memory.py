@@ -134,9 +134,10 @@ def test_the_built_in_engine_takes_its_weights_and_the_cache_of_its_longest_sequ
     gpus[0] -= 2
     room = room_of(config)
     assert (room.state, f"its cache {size_text(cache)}" in room.found) == ("WARN", True)
+    plan = plan_memory(ModelShape.of(QWEN), config, Layout())
+    assert room.found.endswith(f"; only {size_text(int(0.85 * plan.total + WEIGHTS))} of that are sure, so it may fit")
     assert "it fits with 1 ranks --set model.gradient_checkpointing=selective" in room.fix
     # The learner's prediction may be 15 % too high; weights are sure.
-    plan = plan_memory(ModelShape.of(QWEN), config, Layout())
     gpus[0] = 0.85 * plan.total + WEIGHTS - 1
     assert room_of(config).state == "FAIL"
 
@@ -161,6 +162,7 @@ def test_what_a_learner_alone_takes_and_how_it_fits(root: Path, gpus: list[float
     gpus.append(learner_bytes(config))
     room = room_of(config, is_alone=True)
     assert (room.state, room.fix) == ("OK", "")
+    assert room.found.endswith("; with 10% for gaps and 2 GiB for CUDA")
     gpus[0] = 1000
     room = room_of(config, is_alone=True)
     assert (room.state, "take a smaller model" in room.fix) == ("FAIL", True)

@@ -16,7 +16,7 @@ from async_rl.errors import ConfigError
 from async_rl.launch.checks.doctor import run_checks
 from async_rl.launch.checks.finding import Finding
 from async_rl.launch.checks.learner_memory import with_changes
-from async_rl.launch.checks.prediction import UNCONFIRMED, Tokens, engine_of, learner_parts
+from async_rl.launch.checks.prediction import UNCONFIRMED, Tokens, engine_of, learner_parts, tokens_of
 from async_rl.learner.cards import Card, Machines
 from async_rl.learner.memory_plan import ModelShape
 from benchmarks.memory_table import MODELS, decoder
@@ -35,8 +35,9 @@ def config_of(root: Path, model: str, **model_keys: Any) -> Config:
     return parse_config({"run": {"dir": "run"}, "model": {"path": str(root)} | model_keys, **LAB}, "the test")
 
 
-def predicted(config: Config, machines: str) -> dict[str, Finding]:
-    found = run_checks(config, insecure=False, deadline_s=60, machines=Machines.parse("--on", machines))
+def predicted(config: Config, machines: str, mean_tokens: float | None = None) -> dict[str, Finding]:
+    there = Machines.parse("--on", machines)
+    found = run_checks(config, insecure=False, deadline_s=60, machines=there, mean_tokens=mean_tokens)
     return {finding.check: finding for finding in found}
 
 
@@ -53,7 +54,7 @@ def test_parts_of_a_step_and_the_cache_of_a_generator_by_hand():
     shape = ModelShape.of(decoder(1000, 2000, 10, 10, 5, 10_000, tied=True))
     # 2 x 1000 x 1500 + 2000 of attention and 6e6 of the MLP in ten layers, and a table of 1e7.
     assert shape.num_parameters == 10 * (3_002_000 + 6_000_000) + 10_000_000 == 100_020_000
-    card, tokens = Card((), 1e15, 20e9, 1e12), Tokens(rows=1e6, sampled=0.8e6, attended=1000)
+    card, tokens = Card((), 1e15, 20e9, 1e12), Tokens(rows=1e6, sampled=0.8e6, attended=1000, mean=800)
     machines = Machines("two", card, 1, 2, 1e12)
     config = parse_config({"run": {"dir": "run"}, "learner": {"nproc": 2}, "model": {"path": "m"}}, "the test")
     parts = learner_parts(shape, config, Layout(shards=2), machines, tokens)
@@ -69,24 +70,40 @@ def test_parts_of_a_step_and_the_cache_of_a_generator_by_hand():
     assert parts["pause for a version"] == pytest.approx(200_040_000 * (1 / 200e9 + 1 / 40e9))
     # 0.8 of 20 GB without 4 GB and two versions, for 2 x 2 bytes x 10 layers x 500 numbers a token.
     room = (12e9 - 2 * 200_040_000) / 20_000
-    held, at_once, per_s = engine_of(shape, config, card, tokens)
+    engine = engine_of(shape, config, card, tokens)
     longest = config.sampling.max_prompt_tokens + config.sampling.max_new_tokens
-    assert (held, at_once) == (int(room / longest), 64)
-    assert per_s == pytest.approx(64 / ((200_040_000 + 64 * 20_000 * 1000) / 746e9 + 2.5e-3))
+    assert (engine.held, engine.at_once) == (int(room / longest), 64)
+    assert engine.tokens_per_s == pytest.approx(64 / ((200_040_000 + 64 * 20_000 * 1000) / 746e9 + 2.5e-3))
+
+
+def test_answers_have_the_stated_mean_or_40_percent_of_their_limit_and_attend_to_less_the_closer_they_are_to_it():
+    config = parse_config({"run": {"dir": "run"}, "model": {"path": "m"}, **LAB}, "the test")
+    # 64 groups of 16 after prompts of 512. An answer of the limit attends to half of itself on average.
+    assert tokens_of(config) == pytest.approx((64 * 512 + 1024 * 6553.6, 1024 * 6553.6, 512 + 6553.6 * 0.8, 6553.6))
+    assert tokens_of(config, 16384) == (64 * 512 + 1024 * 16384, 1024 * 16384, 512 + 8192, 16384)
+    with pytest.raises(
+        ConfigError, match=r"--mean-tokens: expected at most sampling\.max_new_tokens, 16384, got 16385"
+    ):
+        predicted(config, "8xH100", 16385)
 
 
 def test_a_lab_learns_whether_its_config_fits_a_better_split_and_the_least_that_would(tmp_path: Path):
     full = config_of(tmp_path, "Qwen2.5 7B", gradient_checkpointing="full")
     rows = predicted(full, "8xH100")
-    assert {row.state for row in rows.values()} == {"OK"}, rows
+    assert {row.check for row in rows.values() if row.state != "OK"} == {"not checked"}, rows
+    assert {"run.dir", "data", "own reward", "parity"} <= set(re.split(r", | for ", rows["not checked"].found))
+    assert "model" not in rows["not checked"].found.split(", ")
     assert UNCONFIRMED in rows["prediction"].found
+    assert "answers of 6554 tokens on average (40% of sampling.max_new_tokens; --mean-t" in rows["prediction"].found
+    assert "for 1,024,000 sampled tokens" in predicted(full, "8xH100", 1000)["step"].found
     assert "holds 42 sequences of 17408 tokens" in rows["cache"].found
     assert "for 6,710,886 sampled tokens: learner" in rows["step"].found  # 64 x 16 answers of 0.4 x 16,384
     assert rows["checkpoint"].found.startswith("85.1 GiB")  # 12 bytes for each of 7.61e9 parameters
     assert not {"run.dir", "queue.address", "two ranks", "data"} & rows.keys()
     plain = predicted(config_of(tmp_path, "Qwen2.5 7B"), "8xH100")
     assert (plain["device memory"].state, plain["split"].state) == ("FAIL", "WARN")
-    assert "model.gradient_checkpointing=attention" in plain["split"].fix
+    fix = "learner.nproc=3 --set generator.count=5 --set model.gradient_checkpointing=attention"
+    assert plain["split"].fix.partition(" --set ")[2] == fix  # tensor_parallel_size stays
     large = predicted(config_of(tmp_path, "Qwen2.5 32B"), "8xH100")
     assert (large["cache"].state, large["split"].state, "step" in large) == ("FAIL", "FAIL", False)
     assert large["split"].fix == "set lora.rank = 32, or take 16 of these GPUs"
@@ -104,7 +121,7 @@ def test_a_recipe_fits_and_says_the_predicted_time(tmp_path: Path, recipe: str, 
     (tmp_path / "config.json").write_text(json.dumps(MODELS[f"Qwen2.5 {model}"]))
     path = RECIPES / f"{recipe}.toml"
     rows = predicted(load_config(path, [f"model.path={tmp_path}"]), machines)
-    assert {row.state for row in rows.values()} == {"OK"}, rows
+    assert {row.state for row in rows.values()} == {"OK", "skip"}, rows
     said = re.search(r"a step takes (.*)\.\n", path.read_text())
     assert said is not None
     assert rows["step"].found.startswith(said[1])
