@@ -90,9 +90,12 @@ def init(
     gpus: Annotated[
         str | None, typer.Option("--gpus", metavar="GPUS", help="GPUs to use, 0: the CPU; of another machine: 8xH100.")
     ] = None,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option("--max-new-tokens", metavar="N", min=1, help="Limit of an answer, in tokens; sizes follow."),
+    ] = None,
     from_verl: Annotated[
-        Path | None,
-        typer.Option("--from-verl", metavar="FILE", help="Port this script or YAML of verl; alone."),
+        Path | None, typer.Option("--from-verl", metavar="FILE", help="Port this script or YAML of verl; alone.")
     ] = None,
 ) -> None:
     """Write a commented config for a model, a dataset and a reward.
@@ -112,7 +115,7 @@ def init(
     from async_rl.extensions.quickstart.from_verl import write_port
     from async_rl.extensions.quickstart.init import Given, write_config
 
-    given = Given(model, data, evaluation, reward, prompt, answer, gpus)
+    given = Given(model, data, evaluation, reward, prompt, answer, gpus, max_new_tokens)
     if from_verl is not None and given != Given():
         raise ConfigError(
             "--from-verl: expected no other option, got more; leave them out, and change the config that is written"

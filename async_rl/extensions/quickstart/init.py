@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import typer
 
 from async_rl.config.document import commented_toml
+from async_rl.config.learner import LearnerConfig
 from async_rl.config.loading import parse_config
 from async_rl.config.reward import REWARD_TYPES
 from async_rl.data.chat import context_length, load_tokenizer, render_prompt
@@ -153,6 +154,7 @@ class Given:
     prompt: str | None = None
     answer: str | None = None
     gpus: str | None = None
+    max_new_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +169,7 @@ class Plan:
         prompt, answer: columns of the prompt and of the reference answer. ``answer`` is None if the data has none.
         num_gpus: number of GPUs to use.
         machines: the machine with these, if it is not this one.
+        max_new_tokens: limit of an answer. None: by the hardware.
         name: name of the run's directory in ``runs``.
     """
 
@@ -178,6 +181,7 @@ class Plan:
     answer: str | None
     num_gpus: int
     machines: Machines | None
+    max_new_tokens: int | None
     name: str
 
 
@@ -239,7 +243,8 @@ def _values(plan: Plan, reward_file: Path) -> dict[str, Any]:
         "optimizer": {"lr": _learning_rate(plan.model)},
         **({"eval": {"every": 25}} if plan.evaluation else {}),
     }
-    _fit_context(values["sampling"], plan.model)
+    _fit_context(values["sampling"], plan.model, plan.max_new_tokens)
+    _fit_learner(values)
     if plan.machines is not None:
         _divide(values, plan.machines)
     if own not in REWARD_TYPES:
@@ -265,14 +270,29 @@ def num_gpus_here() -> int:
     return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
-def _fit_context(sampling: dict[str, Any], model: str) -> None:
-    """Lower the limits of lengths to the context of ``model``, if it is here: one on a hub is not fetched for this, and
-    ``doctor`` and ``launch`` compare its context with these limits.
+def _fit_context(sampling: dict[str, Any], model: str, max_new_tokens: int | None = None) -> None:
+    """Set the limit of answers to ``max_new_tokens``, if given, and lower the limits of lengths to the context of
+    ``model``, if it is here: one on a hub is not fetched for this, and ``doctor`` and ``launch`` compare its context
+    with these limits.
+
+    Raises:
+        ConfigError: the context has no room for such answers.
     """
     context = context_length(model) if Path(model, "config.json").is_file() else None
+    sampling["max_new_tokens"] = max_new_tokens or sampling["max_new_tokens"]
     if context is not None and sampling["max_prompt_tokens"] + sampling["max_new_tokens"] > context:
-        sampling["max_prompt_tokens"] = max(1, context // 2)
-        sampling["max_new_tokens"] = max(1, context - context // 2)
+        if max_new_tokens is not None and max_new_tokens >= context:
+            fix = f"of {model}, got {max_new_tokens}; leave room for prompts"
+            raise ConfigError(f"--max-new-tokens: expected less than the context of {context} tokens {fix}")
+        sampling["max_new_tokens"] = max_new_tokens or max(1, context - context // 2)
+        sampling["max_prompt_tokens"] = max(1, context - sampling["max_new_tokens"])
+
+
+def _fit_learner(values: dict[str, Any]) -> None:
+    """Raise ``learner.max_tokens`` to the longest sequence."""
+    longest = values["sampling"]["max_prompt_tokens"] + values["sampling"]["max_new_tokens"]
+    if longest > values["learner"].get("max_tokens", LearnerConfig.model_fields["max_tokens"].default):
+        values["learner"]["max_tokens"] = longest
 
 
 def _fit_first_prompt(values: dict[str, Any], first_row: Mapping[str, Any]) -> None:
@@ -305,9 +325,7 @@ def _fit_first_prompt(values: dict[str, Any], first_row: Mapping[str, Any]) -> N
     context = context_length(values["model"]["path"])
     room = math.inf if context is None else context - sampling["max_new_tokens"]
     sampling["max_prompt_tokens"] = max(sampling["max_prompt_tokens"], int(min(2 * needed, room)))
-    longest = sampling["max_prompt_tokens"] + sampling["max_new_tokens"]
-    if longest > values["learner"].get("max_tokens", longest):
-        values["learner"]["max_tokens"] = longest
+    _fit_learner(values)
 
 
 def _divide(values: dict[str, Any], machines: Machines) -> None:
@@ -467,16 +485,11 @@ def write_new(files: Mapping[Path, str]) -> None:
 def _ask(config: Path, given: Given) -> tuple[Plan, Columns]:
     # With model and data given, all other answers have defaults: a command that works in a script asks nothing.
     asks = _is_terminal() and (given.model is None or given.data is None)
-    model = given.model or _answer(asks, "--model", "Model (a directory, or a Hugging Face id)", _read_model)
-    if given.data is not None:
-        data, columns = given.data, look_at(given.data)
-    else:
-        data, columns = _answer(
-            asks,
-            "--data",
-            "Training data (a file, a directory, or a Hugging Face id)",
-            lambda text: (text, look_at(text)),
-        )
+    model = _answer(asks, given.model, "--model", "Model (a directory, or a Hugging Face id)", _read_model)
+    data, columns = _answer(
+        asks, given.data, "--data", "Training data (a file, a directory, or a Hugging Face id)",
+        lambda text: (text, look_at(text)),
+    )  # fmt: skip
     if note := note_on_given_rows(data, columns):
         typer.echo(visible(note), err=True)
     if asks:
@@ -486,11 +499,12 @@ def _ask(config: Path, given: Given) -> tuple[Plan, Columns]:
     prompt = (
         given.prompt
         or columns.prompt
-        or _answer(asks, "--prompt-column", f"Column of the prompts ({', '.join(columns.names)})", read_column)
+        or _answer(asks, None, "--prompt-column", f"Column of the prompts ({', '.join(columns.names)})", read_column)
     )
     answer = given.answer or columns.answer
     read_reward = partial(_read_reward, data, columns, answer)
-    reward = given.reward or _answer(asks, "--reward", _REWARD_QUESTION, read_reward, _likely_reward(columns, answer))
+    likely = _likely_reward(columns, answer)
+    reward = given.reward or _answer(asks, None, "--reward", _REWARD_QUESTION, read_reward, likely)
     if columns.has_solutions and reward in REWARD_TYPES and "gt_answer" in REWARD_TYPES[reward].row_fields:
         typer.echo(
             f"note: the column {answer} seems to have whole solutions; the reward {reward} reads the answers of those "
@@ -498,12 +512,9 @@ def _ask(config: Path, given: Given) -> tuple[Plan, Columns]:
             f"{OWN_REWARD}",
             err=True,
         )
-    evaluation = given.evaluation
-    if evaluation is None:
-        evaluation = _answer(asks, "--eval", "Evaluation data (empty for none)", _read_evaluation, "")
-    asks_gpus = asks and given.gpus is None
-    gpus = _answer(asks_gpus, "--gpus", "GPUs to use (0: CPU)", _read_gpus, given.gpus or str(num_gpus_here()))
-    plan = Plan(model, data, evaluation, reward, prompt, answer, *gpus, name=config.stem)
+    evaluation = _answer(asks, given.evaluation, "--eval", "Evaluation data (empty for none)", _read_evaluation, "")
+    gpus = _answer(asks, given.gpus, "--gpus", "GPUs to use (0: CPU)", _read_gpus, str(num_gpus_here()))
+    plan = Plan(model, data, evaluation, reward, prompt, answer, *gpus, given.max_new_tokens, name=config.stem)
     check_answers(plan, columns)
     return plan, columns
 
@@ -563,18 +574,21 @@ def _is_terminal() -> bool:
     return sys.stdin.isatty()
 
 
-def _answer(asks: bool, option: str, question: str, read: Callable[[str], T], default: str | None = None) -> T:
-    """Return what ``read`` makes of the user's answer, or of ``default`` if ``asks`` is False.
+def _answer(
+    asks: bool, given: str | None, option: str, question: str, read: Callable[[str], T], default: str | None = None
+) -> T:
+    """Return what ``read`` makes of what is ``given``; else of the user's answer, or of ``default`` if ``asks`` is
+    False.
 
     If ``read`` refuses the user's answer with an error, show the error and ask again.
 
     Raises:
         ConfigError: there is no default, and ``asks`` is False.
     """
-    if not asks:
-        if default is None:
+    if given is not None or not asks:
+        if (text := default if given is None else given) is None:
             raise ConfigError(f"{option}: expected a value, got none; pass it, or run `async-rl init` in a terminal")
-        return read(default)
+        return read(text)
     while True:
         text = str(typer.prompt(question, default=default, err=True, show_default=bool(default)))
         try:

@@ -14,6 +14,7 @@ from async_rl.cli.main import main
 from async_rl.config.loading import load_config
 from async_rl.extensions.quickstart import init as init_module
 from async_rl.rewards.records import RewardInput
+from benchmarks.memory_table import MODELS
 from tests.end_to_end.tiny import write_tiny_task
 from tests.full_disk import file_size_limit
 from tests.refusal import refusal
@@ -90,6 +91,28 @@ def test_a_model_gets_a_learning_rate_that_moves_its_weights_and_lengths_that_fi
     config = load_config("run.toml")
     assert config.optimizer.lr == lr
     assert (config.sampling.max_prompt_tokens, config.sampling.max_new_tokens) == (32, 33), "they fit the context"
+
+
+@pytest.mark.parametrize(("length", "ranks", "longest"), [(1024, 5, 16384), (16384, 3, 17408)])
+def test_the_split_and_the_micro_batch_follow_from_the_length_of_answers(length: int, ranks: int, longest: int):
+    # Long answers take more memory while they are sampled, so more of the GPUs go to generators.
+    Path("model").mkdir()
+    Path("model/config.json").write_text(json.dumps({**MODELS["Qwen2.5 7B"], "max_position_embeddings": 32768}))
+    init("--model", "model", *SUMS[2:4], "--gpus", "8xH100", "--max-new-tokens", str(length))
+    config = load_config("run.toml")
+    assert (config.sampling.max_prompt_tokens, config.sampling.max_new_tokens) == (1024, length)
+    assert (config.learner.nproc, config.generator.count, config.learner.max_tokens) == (ranks, 8 - ranks, longest)
+    assert config.model.gradient_checkpointing == "attention"
+
+
+def test_prompts_get_what_the_stated_length_of_answers_leaves_of_the_context(capsys: pytest.CaptureFixture[str]):
+    Path("model").mkdir()
+    Path("model/config.json").write_text(json.dumps({"max_position_embeddings": 1000}))
+    asked = ("--model", "model", *SUMS[2:], "--max-new-tokens")
+    assert "expected less than the context of 1000 tokens of model" in refusal(capsys, "init", *asked, "1000")
+    init(*asked, "900")
+    config = load_config("run.toml")
+    assert (config.sampling.max_prompt_tokens, config.sampling.max_new_tokens) == (100, 900)
 
 
 @pytest.mark.parametrize(
@@ -177,6 +200,8 @@ def test_a_full_disk_leaves_no_half_written_pair(num_bytes: int, folder: Path, c
         (["--data", "sums.csv"], "--model: expected a value, got none; pass it, or run"),
         (["--model", "m"], "--data: expected a value"),
         (["--model", "m", "--data", "nothing.csv"], "no dataset at nothing.csv"),
+        ([*SUMS, "--eval", "nothing.csv"], "no dataset at nothing.csv"),
+        (["--model", "./no/model", *SUMS[2:]], "there is no ./no/model; correct the path"),
         ([*SUMS, "--answer-column", "x"], "--answer-column: expected a column of sums.csv"),
         ([*SUMS, "--reward", "code"], "expected a column test_cases in sums.csv"),
         ([*SUMS, "--reward", "boxing"], "reward.type: expected"),
