@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from async_rl.cli.options import AsJson, ConfigPath, Overrides, Quiet
+from async_rl.cli.options import AsJson, ConfigPath, On, Overrides, Quiet
 from async_rl.errors import ConfigError
 from async_rl.output import Progress, print_json
 from async_rl.terminal import visible
@@ -232,6 +232,7 @@ def plan(
     ] = None,
     lengths: LengthsFile = None,
     rate: GivenRates = None,
+    on: On = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -239,24 +240,28 @@ def plan(
     """Predict steps/s, idle time, staleness, lost data and weight traffic, and recommend a setting.
 
     It simulates the run around the real queue, with the rates that RUN has measured. Of a config, the run in its
-    run.dir is taken; without one, give the rates. Nothing is started or written.
+    run.dir is taken; without one, give the rates, or --on for those that `async-rl doctor` predicts. Nothing is
+    started or written.
 
     \b
     Examples:
       async-rl plan runs/quickstart --max-staleness 0,1,2,4
       async-rl plan runs/quickstart --generators 1,2,4 --ranks 1,2
+      async-rl plan run.toml --on 8xH100
       async-rl plan run.toml --mean-tokens 2000 --sigma 1 \\
         --rate decode_step_s=0.02 --rate train_s=30
     """
     from async_rl.extensions.insight.plan.rates import find_rates
     from async_rl.extensions.insight.plan.simulation import simulate
     from async_rl.extensions.insight.plan.table import plan_json, plan_lines, settings_of
+    from async_rl.learner.cards import Machines
 
     bounds = _numbers("--max-staleness", max_staleness, least=0)
     counts, numbers = _numbers("--generators", generators, least=1), _numbers("--ranks", ranks, least=1)
     means = _numbers("--mean-tokens", mean_tokens, least=1)
     config, rates, source = find_rates(
-        run, overrides or [], rate or [], lengths_file=lengths, mean_tokens=means[0] if means else None, sigma=sigma
+        run, overrides or [], rate or [], lengths_file=lengths, mean_tokens=means[0] if means else None, sigma=sigma,
+        machines=None if on is None else Machines.parse("--on", on),
     )  # fmt: skip
     settings = settings_of(config, rates, bounds, counts, numbers, means)
     with Progress(quiet=quiet) as progress:

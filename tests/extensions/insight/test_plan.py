@@ -17,7 +17,11 @@ from async_rl.extensions.insight.plan.lengths import Lengths, read_lengths
 from async_rl.extensions.insight.plan.rates import find_rates, measure
 from async_rl.extensions.insight.plan.simulation import Prediction, Setting
 from async_rl.extensions.insight.plan.table import advice, choose, propose_bounds
+from async_rl.launch.checks.learner_memory import shape_of
+from async_rl.launch.checks.prediction import engine_of, step_of, tokens_of
+from async_rl.learner.cards import Machines
 from async_rl.run.directory import RunDir
+from benchmarks.memory_table import MODELS
 from tests.extensions.insight.runs import write_run
 
 
@@ -96,6 +100,23 @@ def test_the_fake_backend_knows_its_rates(tmp_path):
     path = write_config(tmp_path, generator={"backend": "fake"}, experimental=fake)
     rates = find_rates(path, [], ["train_s=3"])[1]
     assert (rates.decode_step_s, rates.train_s, rates.lengths) == (0.1, 3, Lengths(30, 0.5, limit=64))
+
+
+def test_rates_are_those_that_the_doctor_predicts_for_gpus_that_are_not_here(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["Qwen2.5 7B"]))
+    path = write_config(tmp_path, model={"path": str(tmp_path)}, generator={"batch_size": 8, "count": 3})
+    there = Machines.parse("--on", "4xH100")
+    config, rates, source = find_rates(path, [], ["after_s=9"], machines=there)
+    assert (source, rates.after_s) == ("predicted for 4xH100, confirmed by no card", 9)
+    assert rates.lengths == Lengths(0.4 * 64, 0.9, limit=64)
+    tokens = tokens_of(config)
+    shape, engine = shape_of(tmp_path), engine_of(shape_of(tmp_path), config, there.card, tokens)
+    assert 8 / rates.decode_s(8) == pytest.approx(engine.tokens_per_s)
+    step = step_of(shape, config, there, tokens)
+    assert rates.step_s(tokens.sampled, 1) + step.learner["pause for a version"] == pytest.approx(step.learner_s)
+    assert rates.transfer_s == pytest.approx(rates.version_bytes / 40e9) == pytest.approx(2 * 7.62e9 / 40e9, rel=0.01)
+    with pytest.raises(ConfigError, match=r"--on: expected a learner and generators that fit GPUs of their own"):
+        find_rates(path, ["generator.count=4"], machines=there)
 
 
 def test_what_is_missing_or_wrong_is_named(tmp_path):

@@ -14,6 +14,9 @@ from async_rl.config.config import Config
 from async_rl.config.loading import load_config, load_run_config
 from async_rl.errors import ConfigError, RunError
 from async_rl.extensions.insight.plan.lengths import Lengths, read_lengths
+from async_rl.launch.checks.learner_memory import shape_of, with_changes
+from async_rl.launch.checks.prediction import SIGMA, engine_of, on_machines, step_of, tokens_of, transfer_s
+from async_rl.learner.cards import Machines
 from async_rl.run.directory import RunDir
 from async_rl.run.records.starts import first_steps, warm_steps
 from async_rl.run.records.step_log import is_metrics_row, iter_rows, read_rows
@@ -48,17 +51,20 @@ class Rates:
 
 
 def find_rates(
-    path: Path, overrides: Sequence[str], rates: Sequence[str] = (), *,
-    lengths_file: Path | None = None, mean_tokens: float | None = None, sigma: float | None = None,
+    path: Path, overrides: Sequence[str], rates: Sequence[str] = (), *, lengths_file: Path | None = None,
+    mean_tokens: float | None = None, sigma: float | None = None, machines: Machines | None = None,
 ) -> tuple[Config, Rates, str]:  # fmt: skip
     """Return the config to plan, its rates, and where these come from, in words.
 
-    ``path`` is a run directory, or a config. The rates are those of that run, or of the one in the config's run.dir.
+    ``path`` is a run directory, or a config. The rates are those of that run, or of the one in the config's run.dir;
+    or those that are predicted for ``machines``, which are not here.
     ``overrides`` are ``--set`` options for the planned run. ``rates``, each NAME=NUMBER, and the other arguments
     replace what was measured.
 
     Raises:
-        ConfigError: the config is wrong, or a rate is neither measured nor given, or not a number.
+        ConfigError: the config is wrong, or a rate is neither measured nor given, or not a number; or learner and
+            generators have no GPUs of their own on ``machines``, or do not fit them.
+        ModelError: the model is not there, so nothing is predicted.
         RunError: the run directory has no run, or one that is too short to measure.
     """
     is_run = path.is_dir()
@@ -66,7 +72,10 @@ def find_rates(
     run_dir = RunDir(path if is_run else Path(config.run.dir))
     known: dict[str, Any] = {}
     source, lengths = "given", None if mean_tokens is None else Lengths(mean_tokens, 1.0)
-    if is_run or run_dir.metrics.is_file():
+    if machines is not None:
+        config, known = _predicted(config, machines, mean_tokens)
+        source, lengths = f"predicted for {machines.name}, confirmed by no card", known["lengths"]
+    elif is_run or run_dir.metrics.is_file():
         measured = measure(run_dir)
         known = {field.name: getattr(measured, field.name) for field in fields(Rates)}
         source, lengths = f"measured in {run_dir.path}", measured.lengths
@@ -80,12 +89,33 @@ def find_rates(
     if lengths is None or "decode_step_s" not in known or not {"train_s", "train_token_s"} & known.keys():
         raise ConfigError(
             f"expected a run that was measured, got none in {run_dir.path}; run the config for some steps, or give "
-            f"--mean-tokens or --lengths, --rate decode_step_s=SECONDS and --rate train_s=SECONDS"
+            f"--on GPUS, or --mean-tokens or --lengths, --rate decode_step_s=SECONDS and --rate train_s=SECONDS"
         )
     if sigma is not None:
         lengths = Lengths(lengths.mean_tokens, sigma)
     known["lengths"] = replace(lengths, limit=config.sampling.max_new_tokens)
     return config, Rates(**known), source
+
+
+def _predicted(config: Config, machines: Machines, mean_tokens: float | None) -> tuple[Config, dict[str, Any]]:
+    """Return ``config`` as it runs on ``machines``, with as many sequences at once as the cache holds, and the fields
+    of its ``Rates``.
+    """
+    config = on_machines(config, machines)
+    shape, tokens = shape_of(config.model.path), tokens_of(config, mean_tokens)
+    engine, step = engine_of(shape, config, machines.card, tokens), step_of(shape, config, machines, tokens)
+    if not step.seconds == max(step.learner_s, step.generators_s) < math.inf:
+        raise ConfigError(
+            f"--on: expected a learner and generators that fit GPUs of their own, got others for {machines.name}; "
+            f"see `async-rl doctor CONFIG --on {machines.name}`"
+        )
+    size, pause_s = 2 * shape.num_parameters, step.learner["pause for a version"]
+    fixed_s = step.learner["FSDP"] + step.learner["optimizer"]
+    return with_changes(config, {"generator.batch_size": engine.at_once}), {
+        "lengths": Lengths(tokens.mean, SIGMA), "decode_step_s": engine.step_s, "decode_sequence_s": engine.sequence_s,
+        "train_s": fixed_s, "train_token_s": (step.learner_s - fixed_s - pause_s) / tokens.sampled, "after_s": pause_s,
+        "transfer_s": transfer_s(size, machines), "version_bytes": size, "num_ranks": config.learner.nproc,
+    }  # fmt: skip
 
 
 def _read_rate(text: str) -> tuple[str, float]:
