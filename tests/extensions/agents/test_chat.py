@@ -191,6 +191,7 @@ def test_tools_are_left_out_if_none_may_be_called(server: Server, client: openai
     ("param", "value"),
     [
         ("n", 100), ("stop_token_ids", "5"), ("token_ids", [1]), ("sampling_params", {"temperature": 0}),
+        ("tools", [{"type": "web_search"}]),
         ("chat_template_kwargs", [1]), ("chat_template_kwargs", {"tools": []}), ("messages", []), ("is_answer", 1),
         ("messages", [ASKED, {"content": "b"}]),
         *((name, ["another value"]) for name in sorted(NEUTRAL.keys() - {"n", "logprobs"})),

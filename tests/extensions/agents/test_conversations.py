@@ -256,3 +256,18 @@ def test_an_answer_is_read(text: str, content: str, thoughts: str | None, calls:
     parsed = parse_answer(form, text, "", TOOLS)
     assert (parsed.content, parsed.thoughts, list(parsed.calls)) == (content, thoughts, calls)
     assert parse_answer(form, text, "", None).calls == ()
+
+
+def test_calls_of_all_tools_are_read_back_unless_they_are_none_or_write_an_end_of_a_call():
+    kinds = {"s": {"type": "string"}, "i": {"anyOf": [{"type": "integer"}, {"type": "null"}]}, "e": {"enum": ["a"]}}
+    kinds |= {kind: {"type": kind} for kind in ("number", "boolean", "array", "object")}
+    tools = [
+        {"type": "function", "function": {"name": name, "description": "Does it.", "parameters": parameters}}
+        for name, parameters in (("many", {"type": "object", "properties": kinds}), ("none", {"type": "object"}))
+    ]
+    for name in public.names():
+        assert Chat(name).renderer.unread_tools(tools) == [], name
+    renderer = Chat("qwen3").renderer
+    marked = {"properties": {"x": {"type": "string", "enum": ["</tool_call>"]}}}
+    assert renderer.unread_tools([{"type": "web_search"}]) == ["web_search"]
+    assert renderer.unread_tools([{"function": {"name": "mark", "parameters": marked}}, *tools]) == ["mark"]

@@ -28,6 +28,10 @@ TOOL: Mapping[str, Any] = {
     },
 }
 """A tool of ours, which a chat template is asked to write a call of."""
+_EXAMPLES: Mapping[str, Any] = {
+    "string": "a place", "integer": 7, "number": 0.5, "boolean": True, "array": ["red", "blue"], "object": {"more": 1},
+}  # fmt: skip
+"""A value of each type of JSON schema."""
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
@@ -44,32 +48,64 @@ class _NotReadError(Exception):
     """A text is not in the form, or not to its end."""
 
 
-def form_of(own: Form | None, write: Callable[[Sequence[Mapping[str, Any]]], str]) -> Form | None:
+Write = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]], str]
+"""Returns a conversation, with tools, as a chat template writes it."""
+
+
+def form_of(own: Form | None, write: Write) -> Form | None:
     """Return the form of the model's tool calls: the first that reads a call that its chat template has written.
 
-    Args:
-        own: the response template that the tokenizer has itself, if any. It is tried first.
-        write: returns the conversation as the template writes it, with ``TOOL`` as the only tool.
+    ``own`` is the response template that the tokenizer has itself, if any. It is tried first.
 
     None: the template writes no call, or one that no form reads.
     """
-    call = {"id": "000000001", "type": "function", "function": {"name": _NAME, "arguments": _ARGUMENTS}}
-    try:
-        text = write([_ASKED, {"role": "assistant", "content": "", CALLS: [call]}])
-    except Exception:  # the template's own: it refuses tool calls
-        return None
-    return next((form for form in [*filter(None, [own]), *FORMS.values()] if _reads(form, text)), None)
+    forms = [*filter(None, [own]), *FORMS.values()]
+    return next((form for form in forms if _reads_back(form, write, [TOOL], _NAME, _ARGUMENTS)), None)
 
 
-def _reads(form: Form, text: str) -> bool:
+def unread_tools(form: Form, write: Write, tools: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the names of the tools whose calls the form does not read back, as the chat template writes them.
+
+    What is no function has that of its type.
+    """
+    found: list[str] = []
+    for tool in tools:
+        name = (function := called_function(tool)).get("name")
+        if not isinstance(name, str) or not _reads_back(form, write, tools, name, _arguments_of(function)):
+            found.append(str(name or tool.get("type")))
+    return found
+
+
+def _arguments_of(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of a tool that are as its schema says, as far as their types go."""
+    schemas = (tool.get("parameters") or {}).get("properties") or {}
+    return {name: _example_of(schema) for name, schema in schemas.items()}
+
+
+def _example_of(schema: Any) -> Any:
+    while isinstance(schema, dict) and (choices := schema.get("anyOf") or schema.get("oneOf")):
+        schema = choices[0]
+    kind = schema.get("type") if isinstance(schema, dict) else None
+    kind = kind[0] if isinstance(kind, list) and kind else kind
+    return schema["enum"][0] if kind and schema.get("enum") else _EXAMPLES.get(str(kind), "a place")
+
+
+def _reads_back(
+    form: Form, write: Write, tools: Sequence[Mapping[str, Any]], name: str, arguments: Mapping[str, Any]
+) -> bool:
     from transformers.utils.chat_parsing.response_templates import load_response_template
 
+    call = {"id": "000000001", "type": "function", "function": {"name": name, "arguments": arguments}}
+    try:
+        text = write([_ASKED, {"role": "assistant", "content": "", CALLS: [call]}], tools)
+    except Exception:  # the template's own: it refuses tool calls
+        return False
     try:
         answer: str = load_response_template(dict(form)).truncate_past_last_anchor(text)
-        calls = _read(form, answer, "", [TOOL]).calls
+        calls = _read(form, answer, "", tools).calls
     except (_NotReadError, ValueError):
         return False
-    return answer != text and [(name, json.loads(arguments)) for name, arguments in calls] == [(_NAME, _ARGUMENTS)]
+    return answer != text and [(one, json.loads(given)) for one, given in calls] == [(name, arguments)]
 
 
 def parse_answer(

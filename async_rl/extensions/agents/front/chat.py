@@ -6,6 +6,7 @@ distribution that the run trains on.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +16,7 @@ import msgspec
 import numpy as np
 
 from async_rl.errors import ModelError
-from async_rl.extensions.agents.front.answers import TOOL, form_of, message_of, parse_answer
+from async_rl.extensions.agents.front.answers import form_of, message_of, parse_answer, unread_tools
 from async_rl.extensions.agents.front.conversations import (
     NO_VARIABLES,
     ChatPrompt,
@@ -70,6 +71,7 @@ class ChatRenderer:
 
         self.tokenizer, self.arguments = tokenizer, arguments
         self._text = TokenizerText(tokenizer, arguments)
+        self._unread: dict[str, list[str]] = {}
 
     @cached_property
     def reads_tools(self) -> bool:
@@ -85,11 +87,23 @@ class ChatRenderer:
     @cached_property
     def form(self) -> Form | None:
         """The form in which the model writes tool calls; None if none is known that reads them."""
+        return form_of(getattr(self.tokenizer, "response_template", None), self._write)
+
+    def unread_tools(self, tools: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Return the names of the tools whose calls would stay text; empty if there is no form."""
+        if self.form is None:
+            return []
+        said = json.dumps(tools, sort_keys=True)
+        if said not in self._unread:
+            self._unread.clear()
+            self._unread[said] = unread_tools(self.form, self._write, tools)
+        return self._unread[said]
+
+    def _write(self, chat: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
         from async_rl.data.template import apply_template
 
-        names = {**self.arguments, "tools": [TOOL]}
-        own = getattr(self.tokenizer, "response_template", None)
-        return form_of(own, lambda chat: str(apply_template(self.tokenizer, chat, names, open_turn=False)))
+        names = {**self.arguments, "tools": list(tools)}
+        return str(apply_template(self.tokenizer, chat, names, open_turn=False))
 
     def reads(self, name: str) -> bool:
         """Whether the chat template reads a variable."""
@@ -188,6 +202,12 @@ def prompt_of(known: Conversations, wanted: ChatRequest, renderer: ChatRenderer,
             "tools: expected a chat template that writes calls in a form that is known here (docs/templates.md), got "
             "another one, so its calls would not be seen; set response_template in tokenizer_config.json, or put the "
             "tools into the messages and read the answers' text"
+        )
+        raise RefusedError(400, text, "unsupported", "tools")
+    if wanted.tools and (unread := renderer.unread_tools(wanted.tools)):
+        text = (
+            f"tools: expected functions whose calls, as the model's chat template writes them, can be read back, got "
+            f"{', '.join(unread)[:200]}: such calls would not be seen; correct their schemas or leave them out"
         )
         raise RefusedError(400, text, "unsupported", "tools")
     own = _variables_of(wanted.raw, renderer, note)
