@@ -8,8 +8,9 @@ nothing. ``checks.environment_trial`` does the same for environments.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,10 @@ from async_rl.queue.core.admission import train_sampling
 from async_rl.records import Lease, Prompt
 from async_rl.rewards.conformance import WRONG_ANSWER
 from async_rl.rewards.records import UNJUDGED
+from async_rl.terminal import visible
+
+_SHOWN = 200
+"""Letters that are shown of the beginning and of the end of a long text."""
 
 
 def check_relay(start: Start) -> Iterable[Finding]:
@@ -58,13 +63,14 @@ def check_agents(start: Start) -> Iterable[Finding]:
     if config.environment.relay is not None:
         yield Finding("environment", "skip", "agents are programs that start elsewhere (environment.relay)")
     else:
-        yield from trial_findings(config, start.rows, try_agent(config, start.rows))
+        yield from trial_findings(config, start.rows, *try_agent(config, start.rows))
 
 
-def try_agent(config: Config, rows: Sequence[Row]) -> str:
+def try_agent(config: Config, rows: Sequence[Row]) -> tuple[str, str]:
     """Let the agent play one rollout on each of the first ``rows``.
 
-    Return what failed on some of the rows, in one line; empty if nothing did. A run survives such failures.
+    Return what failed on some of the rows, in one line, empty if nothing did: a run survives such failures. And, for
+    people, what was played.
 
     Raises:
         ConfigError: the agent can't be imported; or on each of the rows it raises an exception, makes no call, or
@@ -73,7 +79,7 @@ def try_agent(config: Config, rows: Sequence[Row]) -> str:
     tried = rows[:NUM_ROWS]
     deadline = time.monotonic() + LIMIT_S
     with ExitStack() as stack:
-        rollouts, engine = _rollouts(config, stack)
+        rollouts, engine, decode = _rollouts(config, stack)
         for number, row in enumerate(tried):
             prompt = Prompt(number, number, 0, row.messages, row.reward_data)
             lease = Lease(str(number), "train", prompt, 1, train_sampling(config), "trial", 0, 0, 0, number)
@@ -83,13 +89,30 @@ def try_agent(config: Config, rows: Sequence[Row]) -> str:
             rollouts.take(engine.step())
             ended += rollouts.collect()
             if time.monotonic() > deadline:
-                return (
-                    f"{config.environment.shown} did not play {len(tried) - len(ended)} of {len(tried)} rows within "
-                    f"{LIMIT_S:g} s"
-                )
+                left = len(tried) - len(ended)
+                return f"{config.environment.shown} did not play {left} of {len(tried)} rows within {LIMIT_S:g} s", ""
             time.sleep(POLL_S)
     errors = {one.lease.prompt.row: one.failure.detail for one in ended if one.failure is not None}
-    return trial_problem(config, "agent", errors, len(tried))
+    ended.sort(key=lambda one: one.lease.prompt.row)
+    shown = "\n".join(line for one in ended for line in _played_lines(one, decode))
+    return trial_problem(config, "agent", errors, len(tried)), shown
+
+
+def _played_lines(graded: Graded, decode: Callable[[Sequence[int]], str]) -> Iterator[str]:
+    """Yield what an agent played as lines: which tokens are its model's, to be trained, and which are context."""
+    rollout = graded.rollout
+    if rollout is None or rollout.session is None:
+        return
+    calls = ", ".join(f"{number} {kind}" for kind, number in rollout.session.calls.items() if number)
+    repeated = sum(int(one.loss_mask.argmax()) for one in rollout.sequences[1:])
+    cost = f"; {repeated} tokens of context are computed again for those that do not continue" if repeated else ""
+    yield f"row {graded.lease.prompt.row}: calls: {calls}{cost}"
+    for sequence in rollout.sequences:
+        ends = [*(np.flatnonzero(np.diff(sequence.loss_mask)) + 1).tolist(), len(sequence.token_ids)]
+        for begin, end in pairwise([0, *ends]):
+            text = visible(decode(sequence.token_ids[begin:end].tolist()).strip().replace("\n", "\\n"))
+            text = text if len(text) <= 2 * _SHOWN else f"{text[:_SHOWN]} ... {text[-_SHOWN:]}"
+            yield f"  {'target ' if sequence.loss_mask[begin] else 'context'} {end - begin:6,} tokens  {text}"
 
 
 class _FixedAnswers:
@@ -122,19 +145,20 @@ class _FixedAnswers:
         )  # fmt: skip
 
 
-def _rollouts(config: Config, stack: ExitStack) -> tuple[AgentRollouts, _FixedAnswers]:
-    """Return the agent's rollouts, and the engine that answers them. ``stack`` closes what they use."""
+def _rollouts(config: Config, stack: ExitStack) -> tuple[AgentRollouts, _FixedAnswers, Callable[[Sequence[int]], str]]:
+    """Return the agent's rollouts, the engine that answers them, and what makes text of tokens. ``stack`` closes what
+    they use.
+    """
     pool = stack.enter_context(closing(agent_pool(config)))
     directory: Path | None = None
-    token_ids = [1]
+    token_ids, decode = [1], str
     if has_model(config.generator.backend):
         directory = model_directory(config.model.path)
         tokenizer: Any = load_tokenizer(directory, needs_template=False)
         end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
-        token_ids = [*tokenizer.encode(WRONG_ANSWER, add_special_tokens=False), *end]
-
+        token_ids, decode = [*tokenizer.encode(WRONG_ANSWER, add_special_tokens=False), *end], tokenizer.decode
     front, engine = stack.enter_context(closing(open_front(config, directory))), _FixedAnswers(token_ids)
     # What the reward functions say of the rollouts is tried elsewhere.
     grader = stack.enter_context(closing(ThreadGrader(lambda item: UNJUDGED)))
     agents = AgentRollouts(engine, pool, front, grader, renderer(config), config.environment, train_sampling(config))
-    return agents, engine
+    return agents, engine, decode

@@ -35,13 +35,13 @@ _NO_SAMPLING = Sampling(1.0, 1.0, 0, 1, 1, ())
 Render = Callable[[Sequence[Mapping[str, str]]], str]
 
 
-def trial_findings(config: Config, rows: Sequence[Row], problem: str) -> Iterator[Finding]:
+def trial_findings(config: Config, rows: Sequence[Row], problem: str, details: str = "") -> Iterator[Finding]:
     """Yield what a trial on the first ``rows`` found: a ``problem`` on some of them, or if that is empty, none."""
     if problem:
         yield from warnings("environment", problem)
         return
     text = f"{config.environment.shown} was played on {min(NUM_ROWS, len(rows))} rows, with an answer that solves none"
-    yield Finding("environment", "OK", text)
+    yield Finding("environment", "OK", text, details=details)
 
 
 def trial_problem(config: Config, what: str, errors: Mapping[int, str], num_tried: int) -> str:

@@ -64,9 +64,26 @@ def test_an_agent_that_fails_on_each_row_is_refused_such_as_one_that_asks_for_an
 
 
 def test_an_agent_that_fails_on_some_rows_is_a_warning(tmp_path: Path):
-    said = try_agent(config_of(tmp_path, CHAT.format(then="return 1 / task.extra_info['idx']")), ROWS)
+    said, _ = try_agent(config_of(tmp_path, CHAT.format(then="return 1 / task.extra_info['idx']")), ROWS)
     assert "can't play training row 0: ZeroDivisionError" in said
     assert "training row 1" not in said
+
+
+def test_the_trial_shows_which_tokens_are_trained_and_what_rewritten_turns_cost(tmp_path: Path):
+    first = '        answer = await client.chat.completions.create(model="policy", messages=task.messages)\n'
+    other = first.replace("task.messages", '[{"role": "user", "content": "x" * 150}]')
+    problem, shown = try_agent(
+        config_of(tmp_path, CHAT.format(then="return 1.0").replace(first, first + other)), ROWS[:1]
+    )
+    context, target = "<|im_start|>assistant", "target      25 tokens  no such answer, 91827364<|im_end|>"
+    calls, *lines = shown.splitlines()
+    assert problem == ""
+    assert calls == (
+        "row 0: calls: 1 first, 1 rewritten; 169 tokens of context are computed again for those that do not continue"
+    )
+    assert lines[0] == rf"  context     23 tokens  <|im_start|>user\n0+1?<|im_end|>\n{context}"
+    assert lines[2] == rf"  context    169 tokens  <|im_start|>user\n{'x' * 150}<|im_end|>\n{context}"
+    assert [lines[1], lines[3]] == [f"  {target}"] * 2
 
 
 def test_a_program_is_tried_too(tmp_path: Path):
