@@ -214,8 +214,7 @@ def test_a_chat_sets_variables_of_its_template_and_hears_of_those_that_it_does_n
 
     def prompt(**fields: Any) -> tuple[str, list[str]]:
         found: list[str] = []
-        body = json.dumps({"messages": [ASKED], **fields}).encode()
-        wanted = read_chat(body, Manners("tiny"), lambda name, _: found.append(name))
+        wanted = read_chat({"messages": [ASKED], **fields}, Manners("tiny"), lambda name, _: found.append(name))
         asked = prompt_of(Conversations(renderer), wanted, renderer, lambda name, _: found.append(name))
         return server.tokenizer.decode(asked.token_ids), found
 

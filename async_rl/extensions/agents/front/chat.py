@@ -24,6 +24,7 @@ from async_rl.extensions.agents.front.conversations import (
     Tools,
     Variables,
 )
+from async_rl.extensions.agents.front.dialects import Dialect
 from async_rl.extensions.agents.front.forms import Form
 from async_rl.extensions.agents.front.messages import Call, Reply, Said
 from async_rl.extensions.agents.front.requests import (
@@ -52,10 +53,6 @@ class ChatRequest(msgspec.Struct):
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
     n: int
-    stream: bool
-    wants_logprobs: bool
-    wants_token_ids: bool
-    wants_usage: bool
     max_tokens: int | None
     raw: dict[str, Any]
     is_trained: bool
@@ -153,16 +150,12 @@ def load_renderer(directory: str, arguments: Mapping[str, Any]) -> ChatRenderer:
         raise RefusedError(501, f"{_NO_TOKENIZER} ({error})", "no_chat_template") from None
 
 
-def read_chat(body: bytes, manners: Manners, note: Note) -> ChatRequest:
+def read_chat(raw: dict[str, Any], manners: Manners, note: Note) -> ChatRequest:
     """Read the body of a request. ``note`` gets the fields that have no effect.
 
     Raises:
         RefusedError: it is malformed, or asks for what can't be had.
     """
-    try:
-        raw: dict[str, Any] = msgspec.json.decode(body, type=dict[str, Any])
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise RefusedError(400, f"the request: {error}", "invalid_request") from None
     messages, tools = raw.get("messages"), raw.get("tools") or None
     if not isinstance(messages, list) or not messages or not all(_is_message(one) for one in messages):
         raise RefusedError(400, "messages: expected a list of objects with a role", "invalid_request", "messages")
@@ -173,12 +166,8 @@ def read_chat(body: bytes, manners: Manners, note: Note) -> ChatRequest:
     if n > MAX_CHOICES:
         raise RefusedError(400, f"n: expected at most {MAX_CHOICES}, got {n}", "invalid_request", "n")
     longest = [count for name in ("max_tokens", "max_completion_tokens") if (count := count_of(raw, name)) is not None]
-    options = raw.get("stream_options")
     return ChatRequest(
         messages=messages, tools=None if raw.get("tool_choice") == "none" else tools, n=n,
-        stream=bool(raw.get("stream")), wants_logprobs=bool(raw.get("logprobs")),
-        wants_token_ids=bool(raw.get("return_token_ids")),
-        wants_usage=isinstance(options, dict) and bool(options.get("include_usage")),
         max_tokens=min(longest, default=None), raw=raw, is_trained=manners.is_trained(raw),
         is_answer=flag_of(raw, "is_answer"),
     )  # fmt: skip
@@ -262,7 +251,7 @@ def chat_answer(
             "prompt_tokens": num_prompt, "completion_tokens": num_sampled, "total_tokens": num_prompt + num_sampled,
         },
     }  # fmt: skip
-    return answer | ({"prompt_token_ids": prompt.token_ids.tolist()} if wanted.wants_token_ids else {})
+    return answer | ({"prompt_token_ids": prompt.token_ids.tolist()} if wanted.raw.get("return_token_ids") else {})
 
 
 def _choice(
@@ -270,15 +259,17 @@ def _choice(
 ) -> dict[str, Any]:  # fmt: skip
     token_ids = np.frombuffer(reply.token_ids, np.int32)
     end = renderer.ending(int(token_ids[-1])) if len(token_ids) else ""
-    parsed = parse_answer(renderer.form, _text_of(wanted, reply), before, wanted.tools, end)
+    text, stop = _text_of(wanted, reply)
+    parsed = parse_answer(renderer.form, text, before, wanted.tools, end)
     is_call = bool(parsed.calls) and reply.finish_reason == "stop"
     choice: dict[str, Any] = {
         "index": index,
         "message": message_of(parsed, f"call-{reply.call}"),
         "finish_reason": "tool_calls" if is_call else reply.finish_reason,
+        "stop_reason": stop,
         "logprobs": None,
     }
-    if wanted.wants_logprobs:
+    if wanted.raw.get("logprobs"):
         logprobs = np.frombuffer(reply.logprobs, np.float32)
         texts = [renderer.decode(token_ids[place : place + 1]) for place in range(len(token_ids))]
         choice["logprobs"] = {
@@ -287,18 +278,19 @@ def _choice(
                 for text, logprob in zip(texts, logprobs, strict=True)
             ]
         }
-    if wanted.wants_token_ids:
+    if wanted.raw.get("return_token_ids"):
         choice["token_ids"] = token_ids.tolist()
     return choice
 
 
-def _text_of(wanted: ChatRequest, reply: Reply) -> str:
-    """Return the text of an answer without the request's stop text that ended it, as OpenAI's API does."""
-    places = [place for stop in stop_of(wanted.raw) if (place := reply.text.find(stop)) >= 0]
-    return reply.text[: min(places)] if places and reply.finish_reason == "stop" else reply.text
+def _text_of(wanted: ChatRequest, reply: Reply) -> tuple[str, str | None]:
+    """Return the text of an answer without the request's stop text that ended it, as OpenAI's API does, and that."""
+    found = [(place, stop) for stop in stop_of(wanted.raw) if (place := reply.text.find(stop)) >= 0]
+    place, stop = min(found, default=(None, None)) if reply.finish_reason == "stop" else (None, None)
+    return reply.text[:place], stop
 
 
-def chat_events(answer: Mapping[str, Any], wanted: ChatRequest) -> bytes:
+def _events(answer: Mapping[str, Any], asked: Mapping[str, Any]) -> bytes:
     """Return the answer as server-sent events: text before calls and the end, and the usage if it was asked for.
 
     Some clients lose the calls of an event that has text, too.
@@ -316,9 +308,13 @@ def chat_events(answer: Mapping[str, Any], wanted: ChatRequest) -> bytes:
             delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
         piece = {name: choice[name] for name in ("index", "logprobs", "finish_reason", "token_ids") if name in choice}
         chunks.append({**common, "choices": [{**piece, "delta": delta}]})
-    if wanted.wants_token_ids:
+    if "prompt_token_ids" in answer:
         chunks[0]["prompt_token_ids"] = answer["prompt_token_ids"]
-    if wanted.wants_usage:
+    options = asked.get("stream_options")
+    if isinstance(options, dict) and options.get("include_usage"):
         chunks.append({**common, "choices": [], "usage": answer["usage"]})
     events = [b"data: " + msgspec.json.encode(chunk) for chunk in chunks]
     return b"\n\n".join([*events, b"data: [DONE]"]) + b"\n\n"
+
+
+CHATS = Dialect(lambda asked, note: asked, lambda answer, asked: answer, _events)

@@ -12,7 +12,7 @@ import math
 from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -44,9 +44,10 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     # The prompt.
     "reasoning": (), "documents": (), "chat_template": (), "system": (), "instructions": (),
     "add_generation_prompt": (True,), "continue_final_message": (False,), "add_special_tokens": (False,),
-    "truncate_prompt_tokens": (-1,),
+    "truncate_prompt_tokens": (-1,), "prompt": (), "thread": (), "conversation": (), "previous_response_id": (),
     # What the answer consists of.
     "n": (1,), "logprobs": (0, 1), "top_logprobs": (0,), "prompt_logprobs": (), "echo": (False,),
+    "background": (False,),
 }  # fmt: skip
 """The same for what may be sampled, the prompt and the parts of the answer."""
 _HARMLESS = frozenset({
@@ -61,6 +62,7 @@ OF_CHATS = (
     _OF_SAMPLING | _OF_ALL | {"messages", "tools", "n", "stream", "max_completion_tokens", "chat_template_kwargs"}
 ).union(VARIABLES)
 """Fields that are read in a chat, in addition to those of ``NEUTRAL``."""
+_Kind = TypeVar("_Kind")
 Note = Callable[[str, Any], None]
 """Takes the name of a field that has no effect, and its value."""
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
@@ -123,18 +125,15 @@ class FinishRequest(msgspec.Struct, forbid_unknown_fields=True):
     score: float | None = None
 
 
-_finishes = msgspec.json.Decoder(FinishRequest)
-
-
-def read_finish(body: bytes) -> FinishRequest:
-    """Read the body of ``POST /finish``.
+def read_json(body: bytes, kind: type[_Kind]) -> _Kind:
+    """Read a body as a ``kind``.
 
     Raises:
         RefusedError: it is malformed.
     """
     try:
-        return _finishes.decode(body)
-    except msgspec.MsgspecError as error:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise RefusedError(400, f"the request: {error}", "invalid_request") from None
 
 
@@ -170,8 +169,8 @@ def read_generate(body: bytes, manners: Manners, note: Note) -> Call:
     Raises:
         RefusedError: it is malformed, or asks for what would not be the run's distribution.
     """
+    raw = read_json(body, dict[str, Any])
     try:
-        raw = msgspec.json.decode(body, type=dict[str, Any])
         wanted = msgspec.convert(raw, GenerateRequest)
         token_ids = array("i", wanted.token_ids)
     except (msgspec.MsgspecError, RecursionError) as error:

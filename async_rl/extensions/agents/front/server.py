@@ -10,7 +10,8 @@ Bearer``):
 - ``POST /inference/v1/generate``: token ids in, token ids out. The request and the answer have the shape of vLLM's
   endpoint as ``renderers.client.generate`` reads it; ``weight_versions`` is added, the version of the weights that
   sampled each token.
-- ``POST /v1/chat/completions``: messages in, messages out (``chat``, ``conversations``).
+- ``POST /v1/chat/completions``, ``/v1/messages`` and ``/v1/responses``: messages in, messages out (``chat``,
+  ``conversations``), as three APIs write them (``dialects``). ``POST /v1/messages/count_tokens``: a prompt's length.
 - ``GET /v1/models``: the model's name, with ``max_model_len``.
 - ``POST /finish``, only below ``/s/KEY``: the session's reward. Its API key is the session's second key, which agents
   do not hold.
@@ -29,6 +30,7 @@ import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -39,15 +41,16 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from async_rl.extensions.agents.front.chat import (
+    CHATS,
     ChatRenderer,
     chat_answer,
     chat_call,
-    chat_events,
     load_renderer,
     prompt_of,
     read_chat,
 )
 from async_rl.extensions.agents.front.conversations import Conversations
+from async_rl.extensions.agents.front.dialects import Dialect
 from async_rl.extensions.agents.front.messages import (
     Accept,
     Answered,
@@ -69,11 +72,12 @@ from async_rl.extensions.agents.front.messages import (
 from async_rl.extensions.agents.front.remote_programs import RemotePrograms
 from async_rl.extensions.agents.front.requests import (
     POLICY,
+    FinishRequest,
     Manners,
     RefusedError,
     generate_answer,
-    read_finish,
     read_generate,
+    read_json,
 )
 from async_rl.extensions.agents.relay.loopback import serve_http
 from async_rl.extensions.agents.relay.responses import HandedResponse, bearer, disconnected, read_body, refusal
@@ -87,7 +91,7 @@ _BODY_BYTES, _BODY_BYTES_PER_TOKEN = 1 << 20, 64
 bytes in JSON, a token of text seldom more than 16."""
 MAX_CALLS_OF_SESSION = 256
 """Maximum number of calls of one session that run at the same time."""
-_DIALECTS = ("/inference/v1/generate", "/v1/chat/completions")
+_GENERATE = "/inference/v1/generate"
 _CHUNK = 1 << 16
 _CLIENT_GONE = 499
 """The status of an answer that nobody gets, as nginx has it."""
@@ -244,6 +248,10 @@ class Calls:
                 future.set_result(message)
 
 
+DIALECTS = {"/v1/chat/completions": CHATS}
+"""In what form chats are asked for, by the path."""
+
+
 class Endpoints:
     """The HTTP endpoints of one generator."""
 
@@ -258,8 +266,10 @@ class Endpoints:
 
     def routes(self) -> list[Route]:
         """Return the routes, each also below ``/s/KEY``."""
-        generate, chat = _DIALECTS
-        paths = [("/v1/models", self.models, "GET"), (generate, self.generate, "POST"), (chat, self.chat, "POST")]
+        paths = [
+            ("/v1/models", self.models, "GET"), (_GENERATE, self.generate, "POST"),
+            *((path, partial(self.chat, dialect), "POST") for path, dialect in DIALECTS.items()),
+        ]  # fmt: skip
         return [
             Route(prefix + path, endpoint, methods=[method])
             for path, endpoint, method in paths
@@ -283,10 +293,11 @@ class Endpoints:
             (reply,) = await self._calls.answers([call], request)
             return self._answer(msgspec.json.encode(generate_answer(reply)), [number])
 
-    async def chat(self, request: Request) -> Response:
-        """``POST /v1/chat/completions``."""
+    async def chat(self, dialect: Dialect, request: Request) -> Response:
+        """``POST`` to one of the paths of ``DIALECTS``."""
         key = _key(request)
-        wanted = read_chat(await self._body(request, key), self._manners, self._note)
+        asked = read_json(await self._body(request, key), dict[str, Any])
+        wanted = read_chat(dialect.chat(asked, self._note), self._manners, self._note)
         renderer = await asyncio.shield(self._renderer)
         known, one_by_one = self._conversations_of(key, renderer)
         # A long text takes a thread for seconds. A session has one, so that its calls keep no other one waiting.
@@ -296,13 +307,14 @@ class Endpoints:
         with self._calls.numbered(key, wanted.n) as numbers:
             calls = [chat_call(wanted, prompt, number, key, choice) for choice, number in enumerate(numbers)]
             replies = await self._calls.answers(calls, request)
-            answer = chat_answer(wanted, self._manners.model, prompt, replies, renderer)
-            for number, reply, choice in zip(numbers, replies, answer["choices"], strict=True):
+            chat = chat_answer(wanted, self._manners.model, prompt, replies, renderer)
+            for number, reply, choice in zip(numbers, replies, chat["choices"], strict=True):
                 self._calls.send(Answered(number, msgspec.json.encode(choice["message"])))
                 token_ids, is_cut = np.frombuffer(reply.token_ids, np.int32), reply.finish_reason == "length"
                 known.add(prompt, number, token_ids, choice["message"], is_cut=is_cut)
-            if wanted.stream:
-                return self._answer(chat_events(answer, wanted), numbers, "text/event-stream; charset=utf-8")
+            answer = dialect.answer(chat, asked)
+            if asked.get("stream"):
+                return self._answer(dialect.events(answer, asked), numbers, "text/event-stream; charset=utf-8")
             return self._answer(msgspec.json.encode(answer), numbers)
 
     def _note(self, name: str, value: object) -> None:
@@ -319,7 +331,7 @@ class Endpoints:
     async def finish(self, request: Request) -> Response:
         """``POST /s/KEY/finish``."""
         key = _key(request)
-        given = read_finish(await self._body(request, key))
+        given = read_json(await self._body(request, key), FinishRequest)
         self._calls.check_key(key)
         with self._calls.numbered(key, 1) as (number,):
             await self._calls.answers([Finish(number, key, bearer(request), given.reward, given.score)], request)
@@ -374,7 +386,7 @@ def _json(content: object) -> Response:
 
 
 class Refusals:
-    """Answers refused requests as OpenAI's API does. Its clients repeat no request that says so.
+    """Answers refused requests as OpenAI's and Anthropic's APIs do. Their clients repeat no request that says so.
 
     What is wrong with the requests of an agent is logged once, because many agents hide it and only call again.
     """
@@ -394,7 +406,8 @@ class Refusals:
 
 async def _unknown(request: Request, error: Exception) -> Response:
     """Answer a request for another path or with another method."""
-    text = f"expected POST {', POST '.join(_DIALECTS)} or GET /v1/models, got {request.method} {request.url.path:.80}"
+    paths = ", POST ".join([_GENERATE, *DIALECTS])
+    text = f"expected POST {paths} or GET /v1/models, got {request.method} {request.url.path:.80}"
     return refusal(404, text, "unknown_path")
 
 
