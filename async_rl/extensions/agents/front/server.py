@@ -40,6 +40,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from async_rl.extensions.agents.front.anthropic_messages import MESSAGES
 from async_rl.extensions.agents.front.chat import (
     CHATS,
     ChatRenderer,
@@ -248,7 +249,11 @@ class Calls:
                 future.set_result(message)
 
 
-DIALECTS = {"/v1/chat/completions": CHATS}
+_COUNT = "/v1/messages/count_tokens"
+"""The path at which no answer is asked for, but the length of the prompt."""
+DIALECTS = {
+    "/v1/chat/completions": CHATS, "/v1/messages": MESSAGES, _COUNT: MESSAGES,
+}  # fmt: skip
 """In what form chats are asked for, by the path."""
 
 
@@ -303,6 +308,8 @@ class Endpoints:
         # A long text takes a thread for seconds. A session has one, so that its calls keep no other one waiting.
         async with one_by_one:
             prompt = await asyncio.to_thread(prompt_of, known, wanted, renderer, self._note)
+        if request.url.path.endswith(_COUNT):
+            return _json({"input_tokens": len(prompt.token_ids)})
         self._calls.check_key(key)
         with self._calls.numbered(key, wanted.n) as numbers:
             calls = [chat_call(wanted, prompt, number, key, choice) for choice, number in enumerate(numbers)]

@@ -37,8 +37,9 @@ def require_packages(what: str) -> None:
 
 
 def error_body(message: str, code: str, param: str | None = None, *, kind: str = "invalid_request_error") -> bytes:
-    """Return the body of a refusal, in the shape of OpenAI's API."""
-    return json.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}}).encode()
+    """Return the body of a refusal, in the shape of OpenAI's API, with what Anthropic's has in addition."""
+    error = {"message": message, "type": kind, "param": param, "code": code}
+    return json.dumps({"type": "error", "error": error}).encode()
 
 
 def for_programs(app: ASGIApp) -> ASGIApp:

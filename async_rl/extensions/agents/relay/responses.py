@@ -16,6 +16,7 @@ from async_rl.extensions.agents.relay.messages import MAX_BODY_BYTES
 
 SILENT_S = 60.0
 """Time in which nothing of a request's body comes, after which it is given up."""
+_KINDS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
 
 
 class HandedResponse(Response):
@@ -74,9 +75,9 @@ async def read_body(request: Request, max_bytes: int = MAX_BODY_BYTES) -> bytes 
 
 
 def bearer(request: Request) -> str:
-    """Return the request's API key; empty if it has none."""
+    """Return the request's API key, where OpenAI's or Anthropic's clients send it; empty if it has none."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else ""
+    return key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
 
 
 def is_equal(key: str, other: str) -> bool:
@@ -85,7 +86,7 @@ def is_equal(key: str, other: str) -> bool:
 
 
 def refusal(status: int, message: str, code: str, param: str | None = None) -> Response:
-    """Return a refusal in the shape of OpenAI's API, whose clients repeat the request only if it came too soon."""
-    kind = "authentication_error" if status == 401 else "invalid_request_error"
+    """Return a refusal for OpenAI's and Anthropic's clients, which repeat the request only if it came too soon."""
+    kind = _KINDS.get(status, "invalid_request_error")
     headers = {"x-should-retry": "true" if status == 429 else "false"}
     return Response(error_body(message, code, param, kind=kind), status, headers, media_type="application/json")
