@@ -70,6 +70,7 @@ from async_rl.extensions.agents.front.messages import (
     pack,
     take_for_front,
 )
+from async_rl.extensions.agents.front.openai_responses import RESPONSES
 from async_rl.extensions.agents.front.remote_programs import RemotePrograms
 from async_rl.extensions.agents.front.requests import (
     POLICY,
@@ -252,7 +253,7 @@ class Calls:
 _COUNT = "/v1/messages/count_tokens"
 """The path at which no answer is asked for, but the length of the prompt."""
 DIALECTS = {
-    "/v1/chat/completions": CHATS, "/v1/messages": MESSAGES, _COUNT: MESSAGES,
+    "/v1/chat/completions": CHATS, "/v1/messages": MESSAGES, _COUNT: MESSAGES, "/v1/responses": RESPONSES,
 }  # fmt: skip
 """In what form chats are asked for, by the path."""
 
