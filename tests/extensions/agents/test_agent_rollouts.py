@@ -430,6 +430,7 @@ def test_an_engine_without_log_probabilities_fails_the_rollout(tmp_path: Path):
 
 CALLS_TWICE = """
 assert os.environ["OPENAI_API_KEY"] in os.environ["OPENAI_BASE_URL"]
+assert os.environ["OPENAI_BASE_URL"] == os.environ["ANTHROPIC_BASE_URL"] + "/v1"
 answers = [ask([token])[0] for token in (1, 2)]
 print("the row is", task["messages"][0]["content"], task["extra_info"]["index"], answers)
 sys.exit(int(sys.argv[1]))

@@ -252,9 +252,7 @@ class Calls:
 
 _COUNT = "/v1/messages/count_tokens"
 """The path at which no answer is asked for, but the length of the prompt."""
-DIALECTS = {
-    "/v1/chat/completions": CHATS, "/v1/messages": MESSAGES, _COUNT: MESSAGES, "/v1/responses": RESPONSES,
-}  # fmt: skip
+DIALECTS = {"/v1/chat/completions": CHATS, "/v1/messages": MESSAGES, _COUNT: MESSAGES, "/v1/responses": RESPONSES}
 """In what form chats are asked for, by the path."""
 
 
@@ -272,10 +270,8 @@ class Endpoints:
 
     def routes(self) -> list[Route]:
         """Return the routes, each also below ``/s/KEY``."""
-        paths = [
-            ("/v1/models", self.models, "GET"), (_GENERATE, self.generate, "POST"),
-            *((path, partial(self.chat, dialect), "POST") for path, dialect in DIALECTS.items()),
-        ]  # fmt: skip
+        chats = [(path, partial(self.chat, dialect), "POST") for path, dialect in DIALECTS.items()]
+        paths = [("/v1/models", self.models, "GET"), (_GENERATE, self.generate, "POST"), *chats]
         return [
             Route(prefix + path, endpoint, methods=[method])
             for path, endpoint, method in paths

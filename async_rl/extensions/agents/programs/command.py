@@ -24,8 +24,9 @@ _TAIL_CHARACTERS = 2000
 async def run(task: AgentTask) -> None:
     """Run the command once. Its reward is what it reports; otherwise the run's reward functions judge its last answer.
 
-    The program finds the endpoint in ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY``, and in ``ASYNC_RL_TASK`` the path of a
-    JSON file with ``messages``, ``prompt`` and ``extra_info``. Its standard input is one line of JSON with
+    The program finds the endpoint in ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY``, for Anthropic's clients in
+    ``ANTHROPIC_BASE_URL`` and ``ANTHROPIC_API_KEY``, and in ``ASYNC_RL_TASK`` the path of a JSON file with
+    ``messages``, ``prompt`` and ``extra_info``. Its standard input is one line of JSON with
     ``finish_url`` and ``finish_key``. The key is there, and neither in the environment nor in a file, so that what the
     program starts does not inherit it.
 
@@ -38,13 +39,17 @@ async def run(task: AgentTask) -> None:
             "messages": task.messages, "prompt": task.prompt, "extra_info": dict(task.extra_info),
         }  # fmt: skip
         path.write_text(json.dumps(content), encoding="utf-8")
-        variables = {"OPENAI_BASE_URL": task.base_url, "OPENAI_API_KEY": task.api_key, "ASYNC_RL_TASK": str(path)}
+        base = task.base_url.removesuffix("/v1")
+        variables = {
+            "OPENAI_BASE_URL": task.base_url, "OPENAI_API_KEY": task.api_key, "ASYNC_RL_TASK": str(path),
+            "ANTHROPIC_BASE_URL": base, "ANTHROPIC_API_KEY": task.api_key,
+        }  # fmt: skip
         with output.open("wb") as file:
             process = await asyncio.create_subprocess_exec(
                 *task.command, stdin=asyncio.subprocess.PIPE, stdout=file, stderr=file,
                 env={**os.environ, **variables}, start_new_session=True,
             )  # fmt: skip
-        finish = {"finish_url": f"{task.base_url.removesuffix('/v1')}/finish", "finish_key": task.finish_key}
+        finish = {"finish_url": f"{base}/finish", "finish_key": task.finish_key}
         try:
             await process.communicate(json.dumps(finish).encode() + b"\n")
             status = await process.wait()
