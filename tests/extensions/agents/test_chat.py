@@ -19,6 +19,7 @@ from agents import price_tool
 
 from async_rl.extensions.agents.front.chat import ChatRenderer, prompt_of, read_chat
 from async_rl.extensions.agents.front.conversations import Conversations
+from async_rl.extensions.agents.front.demands import TRIES
 from async_rl.extensions.agents.front.messages import Answered, Call, Reply
 from async_rl.extensions.agents.front.process import Front
 from async_rl.extensions.agents.front.requests import NEUTRAL, SAMPLED, Manners, RefusedError, check_fields
@@ -187,6 +188,32 @@ def test_tools_are_left_out_if_none_may_be_called(server: Server, client: openai
     assert "add" not in server.prompt(0)
 
 
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object", "required": ["a"]}}}
+ADD = {"type": "function", "function": {"name": "add"}}
+
+
+@pytest.mark.parametrize(
+    ("demand", "fitting", "others"),
+    [
+        ({"tool_choice": "required", "tools": TOOLS}, CALL, ["5"]),
+        ({"tool_choice": ADD, "tools": TOOLS}, CALL, ["5", CALL.replace("add", "other")]),
+        ({"response_format": {"type": "json_object"}}, "{}", ["5", "{"]),
+        ({"response_format": SCHEMA}, '{"a": 1}', ["{}", "[]"]),
+    ],
+)
+def test_an_answer_that_must_have_a_form_is_sampled_until_it_has_and_not_trained(
+    server: Server, client: openai.OpenAI, demand: dict[str, Any], fitting: str, others: list[str]
+):
+    server.script = [*others, fitting]
+    found = asked(client, [ASKED], **demand).choices[0]
+    assert (found.finish_reason == "tool_calls") == ("tools" in demand)
+    assert (found.message.content == fitting) == ("tools" not in demand)
+    assert [call.is_trained for call in server.calls] == [False] * (len(others) + 1)
+    server.script = others[:1] * TRIES
+    with pytest.raises(openai.UnprocessableEntityError, match="got 8 others"):
+        asked(client, [ASKED], **demand)
+
+
 @pytest.mark.parametrize(
     ("param", "value"),
     [
@@ -259,7 +286,7 @@ def test_the_model_s_name_decides_whether_a_call_is_trained(server: Server, clie
 
 
 def test_what_is_wrong_in_an_agent_s_calls_is_logged_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    extra = {"a_typo": 3, "cache_salt": "s", "tool_choice": "required"}  # the second is harmless
+    extra = {"a_typo": 3, "cache_salt": "s", "echo": True}  # the second is harmless
     with closing(Front(Manners("tiny"), 64, tmp_path)) as front:
         front.open(["k"])
         with openai.OpenAI(base_url=f"{front.url}/s/k/v1", api_key="any", max_retries=0) as client:
@@ -268,7 +295,7 @@ def test_what_is_wrong_in_an_agent_s_calls_is_logged_once(tmp_path: Path, capfd:
                     asked(client, [ASKED], user="u", extra_body=extra)
     first, second = capfd.readouterr().err.splitlines()
     assert "the field 'a_typo' (first 3), which has no effect here" in first
-    assert "refused (HTTP 400): tool_choice" in second
+    assert "refused (HTTP 400): echo" in second
 
 
 def test_the_client_repeats_no_call_of_a_session_that_has_ended(server: Server):

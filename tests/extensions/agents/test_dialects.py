@@ -174,8 +174,22 @@ def test_what_has_no_effect_is_named(dialect: Dialect, body: Any, tools: Any, pr
     assert {**chat, **prompt} == chat
 
 
+@pytest.mark.parametrize(
+    ("dialect", "asked", "choice"),
+    [
+        (MESSAGES, {"tool_choice": {"type": "any"}}, "required"),
+        (MESSAGES, {"tool_choice": {"type": "tool", "name": "add"}}, {"type": "function", "name": "add"}),
+        (RESPONSES, {"tool_choice": {"type": "function", "name": "add"}}, {"type": "function", "name": "add"}),
+    ],
+)  # fmt: skip
+def test_a_form_that_an_answer_must_have_is_that_of_a_chat(dialect: Dialect, asked: dict[str, Any], choice: Any):
+    body, where = (CLAUDE, "output_config") if dialect is MESSAGES else (CODEX, "text")
+    form = {"type": "json_schema", "name": "x", "schema": {"required": ["a"]}}
+    chat = dialect.chat({**body, **asked, where: {"format": form}}, print)
+    assert (chat["tool_choice"], chat["response_format"]) == (choice, {"type": "json_schema", "json_schema": form})
+
+
 USER, IMAGE = {"role": "user", "content": "a"}, {"type": "image", "source": {}}
-SCHEMA = {"format": {"type": "json_schema", "name": "x", "schema": {}}}
 
 
 @pytest.mark.parametrize(
@@ -187,7 +201,7 @@ SCHEMA = {"format": {"type": "json_schema", "name": "x", "schema": {}}}
             [{**USER, "content": [{"type": "tool_result", "content": [IMAGE]}]}],
         ]),
         *(("messages", name, [value]) for name, value in (
-            ("system", [IMAGE]), ("output_config", SCHEMA), ("tool_choice", {"type": "any"}), ("n", 2),
+            ("system", [IMAGE]), ("tool_choice", {"type": "other"}), ("n", 2),
             ("tools", [{"description": "no name"}]), ("thread", {"type": "create"}), ("max_tokens", 0),
         )),
         ("responses", "input", [
@@ -195,7 +209,7 @@ SCHEMA = {"format": {"type": "json_schema", "name": "x", "schema": {}}}
         ]),
         *(("responses", name, [value]) for name, value in (
             ("previous_response_id", "r"), ("conversation", "c"), ("prompt", {"id": "x"}), ("background", True),
-            ("text", SCHEMA), ("tool_choice", "required"), ("instructions", 5), ("tools", [{"name": "no type"}]),
+            ("tool_choice", "other"), ("instructions", 5), ("tools", [{"name": "no type"}]),
         )),
     ],
 )  # fmt: skip

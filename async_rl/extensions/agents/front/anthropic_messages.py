@@ -76,7 +76,9 @@ def _chat(asked: Body, note: Note) -> Body:
         else:
             note(f"tools: {tool.type}", tool.name)
     settings = settings_of(asked, "output_config", note, effort="reasoning_effort")
-    settings |= settings_of(asked, "tool_choice", note, type="tool_choice")
+    choice = settings_of(asked, "tool_choice", note, type="type", name="name")
+    kind = {"any": "required", "tool": {"type": "function", "name": choice.get("name")}}.get(str(choice.get("type")))
+    settings["tool_choice"] = kind or choice.get("type")
     thinks = _THINKS.get(str(settings_of(asked, "thinking", note, type="type").get("type")))
     return chat_body(asked, _OWN, messages, tools, stop=asked.get("stop_sequences"), enable_thinking=thinks, **settings)
 

@@ -1,7 +1,6 @@
 """``POST /v1/chat/completions``: OpenAI's requests as calls, and answers in OpenAI's shape.
 
-An answer that is streamed comes in one piece. ``tool_choice`` is ``auto`` or ``none``: to force a call would change the
-distribution that the run trains on.
+An answer that is streamed comes in one piece.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from async_rl.extensions.agents.front.conversations import (
     Tools,
     Variables,
 )
+from async_rl.extensions.agents.front.demands import FIELDS, Demand, demand_of
 from async_rl.extensions.agents.front.dialects import Dialect
 from async_rl.extensions.agents.front.forms import Form
 from async_rl.extensions.agents.front.messages import Call, Reply, Said
@@ -57,6 +57,7 @@ class ChatRequest(msgspec.Struct):
     raw: dict[str, Any]
     is_trained: bool
     is_answer: bool
+    demand: Demand | None
 
 
 class ChatRenderer:
@@ -161,15 +162,17 @@ def read_chat(raw: dict[str, Any], manners: Manners, note: Note) -> ChatRequest:
         raise RefusedError(400, "messages: expected a list of objects with a role", "invalid_request", "messages")
     if tools is not None and not (isinstance(tools, list) and all(isinstance(one, dict) for one in tools)):
         raise RefusedError(400, "tools: expected a list of objects", "invalid_request", "tools")
-    check_fields(raw, OF_CHATS, note, refuses=manners.other_settings == "refuse")
+    refuses = manners.other_settings == "refuse"
+    check_fields(raw, OF_CHATS if refuses else OF_CHATS | FIELDS, note, refuses=refuses)
+    demand = demand_of(raw)
     n = count_of(raw, "n") or 1
     if n > MAX_CHOICES:
         raise RefusedError(400, f"n: expected at most {MAX_CHOICES}, got {n}", "invalid_request", "n")
     longest = [count for name in ("max_tokens", "max_completion_tokens") if (count := count_of(raw, name)) is not None]
     return ChatRequest(
         messages=messages, tools=None if raw.get("tool_choice") == "none" else tools, n=n,
-        max_tokens=min(longest, default=None), raw=raw, is_trained=manners.is_trained(raw),
-        is_answer=flag_of(raw, "is_answer"),
+        max_tokens=min(longest, default=None), raw=raw, is_trained=manners.is_trained(raw) and demand is None,
+        is_answer=flag_of(raw, "is_answer"), demand=demand,
     )  # fmt: skip
 
 

@@ -93,19 +93,19 @@ def chat_body(asked: Body, own: frozenset[str], messages: list[Body], tools: lis
 
 
 def settings_of(asked: Body, place: str, note: Note, **renamed: str) -> Body:
-    """Return what a chat reads of the object at ``place``, as ``renamed``. ``note`` gets the rest.
+    """Return what a chat reads of the object at ``place``, as ``renamed``, and its ``format``. ``note`` gets the rest.
 
     Raises:
-        RefusedError: it asks for a format of the answer other than text.
+        RefusedError: it is no object.
     """
     found: Body = {}
     for name, value in read(asked.get(place) or {}, dict[str, Any], place).items():
         if name in renamed:
             found[renamed[name]] = value
-        elif name != "format":
+        elif name == "format" and isinstance(value, dict):
+            found["response_format"] = {"type": value.get("type"), "json_schema": value}
+        else:
             note(f"{place}.{name}", value)
-        elif value not in (None, {"type": "text"}):
-            raise refused(f"{place}.format", 'none or {"type":"text"}', value)
     return found
 
 
@@ -139,5 +139,5 @@ def called(call_id: str, name: str, arguments: str) -> Body:
 
 def server_sent(events: Iterable[Body], *, has_numbers: bool = False) -> bytes:
     """Return events under the names of their types, also numbered if the API ``has_numbers``."""
-    numbered = [one | ({"sequence_number": number} if has_numbers else {}) for number, one in enumerate(events)]
+    numbered = ({**one, "sequence_number": number} if has_numbers else one for number, one in enumerate(events))
     return b"".join(b"event: %s\ndata: %s\n\n" % (one["type"].encode(), msgspec.json.encode(one)) for one in numbered)

@@ -50,7 +50,8 @@ from async_rl.extensions.agents.front.chat import (
     prompt_of,
     read_chat,
 )
-from async_rl.extensions.agents.front.conversations import Conversations
+from async_rl.extensions.agents.front.conversations import ChatPrompt, Conversations
+from async_rl.extensions.agents.front.demands import TRIES
 from async_rl.extensions.agents.front.dialects import Dialect
 from async_rl.extensions.agents.front.messages import (
     Accept,
@@ -307,19 +308,33 @@ class Endpoints:
             prompt = await asyncio.to_thread(prompt_of, known, wanted, renderer, self._note)
         if request.url.path.endswith(_COUNT):
             return _json({"input_tokens": len(prompt.token_ids)})
-        self._calls.check_key(key)
-        with self._calls.numbered(key, wanted.n) as numbers:
-            calls = [chat_call(wanted, prompt, number, key, choice) for choice, number in enumerate(numbers)]
-            replies = await self._calls.answers(calls, request)
-            chat = chat_answer(wanted, self._manners.model, prompt, replies, renderer)
-            for number, reply, choice in zip(numbers, replies, chat["choices"], strict=True):
-                self._calls.send(Answered(number, msgspec.json.encode(choice["message"])))
-                token_ids, is_cut = np.frombuffer(reply.token_ids, np.int32), reply.finish_reason == "length"
-                known.add(prompt, number, token_ids, choice["message"], is_cut=is_cut)
-            answer = dialect.answer(chat, asked)
-            if asked.get("stream"):
-                return self._answer(dialect.events(answer, asked), numbers, "text/event-stream; charset=utf-8")
-            return self._answer(msgspec.json.encode(answer), numbers)
+        for _ in range(TRIES if wanted.demand else 1):
+            self._calls.check_key(key)
+            with self._calls.numbered(key, wanted.n) as numbers:
+                calls = [chat_call(wanted, prompt, number, key, choice) for choice, number in enumerate(numbers)]
+                replies = await self._calls.answers(calls, request)
+                chat = chat_answer(wanted, self._manners.model, prompt, replies, renderer)
+                if wanted.demand and not all(map(wanted.demand, chat["choices"])):
+                    for number in numbers:
+                        self._calls.send(Gone(number))
+                    continue
+                return self._chat_answered(dialect, asked, known, prompt, numbers, replies, chat)
+        text = f"expected an answer in the form that the request asks for, got {TRIES} others"
+        raise RefusedError(422, text, "form_not_met")
+
+    def _chat_answered(
+        self, dialect: Dialect, asked: dict[str, Any], known: Conversations, prompt: ChatPrompt,
+        numbers: Sequence[int], replies: Sequence[Reply], chat: dict[str, Any],
+    ) -> Response:  # fmt: skip
+        """Remember what was said, and return the response."""
+        for number, reply, choice in zip(numbers, replies, chat["choices"], strict=True):
+            self._calls.send(Answered(number, msgspec.json.encode(choice["message"])))
+            token_ids, is_cut = np.frombuffer(reply.token_ids, np.int32), reply.finish_reason == "length"
+            known.add(prompt, number, token_ids, choice["message"], is_cut=is_cut)
+        answer = dialect.answer(chat, asked)
+        if asked.get("stream"):
+            return self._answer(dialect.events(answer, asked), numbers, "text/event-stream; charset=utf-8")
+        return self._answer(msgspec.json.encode(answer), numbers)
 
     def _note(self, name: str, value: object) -> None:
         """Log a field of requests that has no effect, once."""
