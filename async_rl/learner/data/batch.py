@@ -74,8 +74,6 @@ class PreparedBatch:
         values: for each sequence id, the critic's values before the batch's first update, float32 [its trained tokens].
             Empty without a critic.
         value_targets: for each sequence id, what they should be, float64 [its trained tokens] (``with_advantages``).
-        target_shift: mean over trained tokens of the absolute change of the value targets by the importance weights of
-            ``critic.importance_cap``. None without them.
     """
 
     mini_batches: tuple[tuple[TrainSequence, ...], ...]
@@ -93,7 +91,6 @@ class PreparedBatch:
     policy_scores: Mapping[int, PolicyScores] = field(default_factory=dict)
     values: Mapping[int, np.ndarray] = field(default_factory=dict)
     value_targets: Mapping[int, np.ndarray] = field(default_factory=dict)
-    target_shift: float | None = None
 
     @property
     def sequences(self) -> list[TrainSequence]:

@@ -144,6 +144,5 @@ def critic_metrics(prepared: PreparedBatch, updates: Sequence[UpdateStats], *, v
         "critic/value_mean": float(values.mean()),
         "critic/target_mean": float(targets.mean()),
         "critic/explained_variance": 1.0 - float(errors.var()) / variance if variance else float("nan"),
-        **({} if prepared.target_shift is None else {"critic/target_shift": prepared.target_shift}),
         **{f"critic/target_error_lag_{n}": float(errors[lag == n].mean()) for n in np.unique(lag).tolist()},
     }

@@ -140,7 +140,6 @@ def by_critic(
     weights = _weights(prepared, critic.importance_cap) if critic.importance_cap else {}
     advantages: list[np.ndarray] = []
     targets: dict[int, np.ndarray] = {}
-    shift = 0.0
     for index, of in enumerate(earned):
         ids = of_rollout.get(index, [])
         if not ids:
@@ -149,15 +148,10 @@ def by_critic(
         values = np.concatenate([prepared.values[i] for i in ids])
         rewards, rho = of.rewards[of.is_trained], np.concatenate([weights[i] for i in ids]) if weights else None
         credit = generalised_advantages(rewards, values, gamma=critic.gamma, lam=critic.lam, weights=rho)
-        if weights:
-            plain = generalised_advantages(rewards, values, gamma=critic.gamma, lam=critic.lam)
-            shift += float(np.abs(credit.value_targets - plain.value_targets).sum())
         ends = np.cumsum([prepared.sequence_tokens[i] for i in ids])[:-1]
         targets |= dict(zip(ids, np.split(credit.value_targets, ends), strict=True))
         advantages.append(credit.advantages)
-    num_tokens = sum(map(len, targets.values()))
-    mean_shift = shift / max(1, num_tokens) if weights else None
-    return replace(prepared, value_targets=targets, target_shift=mean_shift), advantages
+    return replace(prepared, value_targets=targets), advantages
 
 
 def _weights(prepared: PreparedBatch, cap: float) -> dict[int, np.ndarray]:

@@ -135,11 +135,10 @@ def test_the_metrics_of_a_critic_by_hand():
         step,
         values={0: np.array([1, 2, 3], np.float32), 1: np.array([0], np.float32)},
         value_targets={0: np.array([2.0, 2.0, 4.0]), 1: np.array([0.0])},
-        target_shift=0.25,
     )
     row = critic_metrics(step, [PLAIN_STATS], version=6)
     assert row["critic/explained_variance"] == pytest.approx(1 - 1 / 8)
-    assert (row["critic/value_mean"], row["critic/target_mean"], row["critic/target_shift"]) == (1.5, 2.0, 0.25)
+    assert (row["critic/value_mean"], row["critic/target_mean"]) == (1.5, 2.0)
     assert (row["critic/target_error_lag_0"], row["critic/target_error_lag_1"]) == (0.0, pytest.approx(2 / 3))
     assert None not in map(declared_key, row)
     assert critic_metrics(step, [], version=6) == {}
