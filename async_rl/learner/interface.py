@@ -100,8 +100,6 @@ class UpdateStats:
         mean_abs_log_ratio: mean of |log pi/mu| over trained tokens, nats.
         skipped_sequence_ids: sequences that the loss skipped.
         skipped_tokens: number of tokens of these sequences.
-        mismatch_kl: for each staleness (0, 1, ...), the sum of the k3 estimate of KL(mu || pi) and the number of
-            tokens.
         out_of_range_tokens: number of single tokens that ``loss.token_range`` or another rule left out.
         reference_kl: mean KL to the reference model in the loss, nats. None if the loss has none.
         by_lag: float64 [lags, columns], rows for ``losses.diagnostics.summarise``. No rows if nothing was measured.
@@ -129,7 +127,6 @@ class UpdateStats:
     mean_abs_log_ratio: float
     skipped_sequence_ids: tuple[int, ...] = ()
     skipped_tokens: int = 0
-    mismatch_kl: Mapping[int, tuple[float, int]] = field(default_factory=dict)
     out_of_range_tokens: int = 0
     reference_kl: float | None = None
     by_lag: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))

@@ -31,8 +31,7 @@ MAY_BE_ABSENT = {
     "idle/spare",  # nobody decoded with full batches
     # The settings, or what happened, decide.
     "score/mean", "turns/mean", "turns/max", "kl/reference", "masked/<cause>",
-    "mismatch_kl/after_update_lag_N", "mismatch_kl/no_update_lag_N", "mismatch_kl/update_effect",
-    "mismatch_kl/after_update_tokens", "parity/mean", "parity/<name>", "parity/sampled_<name>", "packing/padding",
+    "mismatch_kl/update_effect", "parity/mean", "parity/<name>", "parity/sampled_<name>", "packing/padding",
     "packing/repeated", "rule/<name>", "loss_mask/<name>", "loss_metric/<name>", "routing/different",
     "distill/kl", "distill/top_k_mass", "source/<source>/distill_kl",
     *(f"source/<source>/{name}" for name in ("groups", "accuracy", "reward", "aside", "known", "pass_rate")),

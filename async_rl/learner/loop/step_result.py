@@ -30,10 +30,9 @@ from async_rl.queue.messages import QueueStats, TakenGroup, TrainedCounts
 from async_rl.records import Rollout, cut_limit
 
 _LAG_FIGURES = (
-    "tokens", "mismatch_k1", "mean_abs_log", "ratio_mean", "ratio_max", "ratio_p01", "ratio_p50", "ratio_p99",
-    "clip_low", "clip_high", "skipped", "out_of_range", "ess",
+    "tokens", "mismatch_k1", "mean_abs_log", "ratio_mean", "clip_low", "clip_high", "skipped", "out_of_range", "ess",
 )  # fmt: skip
-"""Statistics of ``Summary`` that become ``lag_N/...``."""
+"""Statistics of ``summarise`` that become ``lag_N/...``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -141,7 +140,7 @@ def trained_counts(
         has_own_loss: whether ``loss.function`` is the cause instead of these two keys.
     """
     causes = _sequence_causes(prepared, skipped_sequence_ids, stepped=stepped, has_own_loss=has_own_loss)
-    rollouts_masked = Counter(prepared.masked.values())
+    rollouts_masked = Counter(filter(None, rollout_causes(prepared, causes)))
     tokens_masked: Counter[str] = Counter()
     for rollout, cause in prepared.masked.items():
         tokens_masked[cause] += prepared.rollout_tokens[rollout]
@@ -151,10 +150,6 @@ def trained_counts(
         tokens_masked[cause] += prepared.sequence_tokens[sequence]
     if out_of_range:
         tokens_masked[cause_of_tokens(has_own_loss=has_own_loss)] += out_of_range
-    outcomes: dict[int, set[str]] = {}
-    for sequence, rollout in prepared.rollout_of.items():
-        outcomes.setdefault(rollout, set()).add(causes.get(sequence, ""))
-    rollouts_masked.update(min(found, key=MASK_CAUSES.index) for found in outcomes.values() if "" not in found)
     return TrainedCounts(
         stepped=any(stepped),
         rollouts_trained=len(prepared.rollout_tokens) - sum(rollouts_masked.values()),
@@ -173,6 +168,21 @@ def _sequence_causes(
         "step_skipped",
     )
     return causes | dict.fromkeys(skipped_sequence_ids, "loss_function" if has_own_loss else "skip_threshold")
+
+
+def rollout_causes(prepared: PreparedBatch, causes: Mapping[int, str]) -> list[str]:
+    """Return for each rollout of the step why it was left out of the loss. Empty if some of it was trained.
+
+    ``causes`` are those of the sequences that no update trained on.
+    """
+    found = [prepared.masked.get(number, "") for number in range(len(prepared.rollout_tokens))]
+    outcomes: dict[int, set[str]] = {}
+    for sequence, rollout in prepared.rollout_of.items():
+        outcomes.setdefault(rollout, set()).add(causes.get(sequence, ""))
+    for rollout, of_sequences in outcomes.items():
+        if "" not in of_sequences:
+            found[rollout] = min(of_sequences, key=MASK_CAUSES.index)
+    return found
 
 
 def cause_of_tokens(*, has_own_loss: bool) -> str:
@@ -213,7 +223,7 @@ def check_skipped(skipped_in_a_row: int, last: UpdateStats | None, most: int) ->
 def _measured(last: UpdateStats | None) -> str:
     if last is None:
         return "every token was masked"
-    lags = {lag: total / tokens for lag, (total, tokens) in sorted(last.mismatch_kl.items()) if tokens}
+    lags = {lag: summarise(row)["mismatch_k3"] for lag, row in enumerate(last.by_lag) if row.any()}
     by_lag = ", ".join(f"{kl:.3g} at lag {lag}" for lag, kl in lags.items())
     return (
         f"{last.reason} (ESS {last.ess:.3g}, ratio mean {last.ratio_mean:.3g} and max {last.ratio_max:.3g}, gradient "
@@ -452,34 +462,16 @@ def _lag_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
     rows = np.sum(measured, axis=0)
     total = summarise(rows.sum(0))
     metrics = {
-        "mismatch_kl/mean": total.mismatch_k3,
-        "mismatch_kl/k1": total.mismatch_k1,
-        "ratio/p01": total.ratio_p01,
-        "ratio/p50": total.ratio_p50,
-        "ratio/p99": total.ratio_p99,
-        "ratio/clip_low": total.clip_low,
-        "ratio/clip_high": total.clip_high,
-        "ratio/kl": total.kl,
-        "skip/token_fraction": total.skipped + total.out_of_range,
+        "mismatch_kl/mean": total["mismatch_k3"],
+        "mismatch_kl/k1": total["mismatch_k1"],
+        "ratio/clip_low": total["clip_low"],
+        "ratio/clip_high": total["clip_high"],
+        "ratio/kl": total["kl"],
+        "skip/token_fraction": total["skipped"] + total["out_of_range"],
     }
     for lag in np.flatnonzero(rows.any(1)).tolist():
         of_lag = summarise(rows[lag])
-        metrics[f"mismatch_kl/lag_{lag}"] = of_lag.mismatch_k3
-        metrics |= {f"lag_{lag}/{name}": getattr(of_lag, name) for name in _LAG_FIGURES}
-    return metrics | _weight_update_metrics(rows)
-
-
-def _weight_update_metrics(rows: np.ndarray) -> dict[str, float]:
-    """Return metrics that show how much cached keys and values from before a weight update add to the mismatch.
-
-    Tokens sampled after a weight update within their answer are compared with other tokens of the same lag, so that
-    staleness does not count.
-    """
-    by_lag = update_effect(rows)
-    if not by_lag:
-        return {}
-    metrics: dict[str, float] = {"mismatch_kl/after_update_tokens": sum(tokens for tokens, _, _ in by_lag.values())}
-    for lag, (_, after, others) in by_lag.items():
-        metrics |= {f"mismatch_kl/after_update_lag_{lag}": after, f"mismatch_kl/no_update_lag_{lag}": others}
-    surplus = sum(tokens * (after - others) for tokens, after, others in by_lag.values())
-    return metrics | {"mismatch_kl/update_effect": surplus / metrics["mismatch_kl/after_update_tokens"]}
+        metrics[f"mismatch_kl/lag_{lag}"] = of_lag["mismatch_k3"]
+        metrics |= {f"lag_{lag}/{name}": of_lag[name] for name in _LAG_FIGURES}
+    effect = update_effect(rows)
+    return metrics | ({} if effect is None else {"mismatch_kl/update_effect": effect})

@@ -19,7 +19,7 @@ from async_rl.config.distill import DistillConfig
 from async_rl.config.loss import LossConfig
 from async_rl.learner.interface import UpdateStats
 from async_rl.learner.losses.batch import IndexedSlopeFunction, LossBatch, Slopes, TokenLogprobs
-from async_rl.learner.losses.diagnostics import COLUMNS, diagnostic_sums, k3_sum_and_tokens, summarise
+from async_rl.learner.losses.diagnostics import COLUMNS, diagnostic_sums, summarise
 from async_rl.learner.losses.own import OwnLoss
 from async_rl.learner.losses.own_trial import load_own_loss
 from async_rl.learner.losses.parts import LOG_RATIO_LIMIT, aggregate, sum_by
@@ -221,7 +221,7 @@ class PolicyObjective:
         rule_sums = [total for _, total in self.statistics.under(sums, _RULE_SUM)]
         step = summarise(self.statistics.of(sums, "by_lag").view(-1, COLUMNS).sum(0).numpy())
         num_tokens = self.statistics.value(sums, "tokens")
-        return why_skip(self.loss.all_rules, rule_sums, tokens=num_tokens, ess=step.ess)
+        return why_skip(self.loss.all_rules, rule_sums, tokens=num_tokens, ess=step["ess"])
 
     def denominator(self, sums: Tensor) -> float:
         return self.statistics.value(sums, "denominator")
@@ -340,21 +340,20 @@ def update_stats(
         grad_norm=outcome.grad_norm,
         lr=outcome.lr,
         tokens_trained=int(num_tokens),
-        ratio_mean=step.ratio_mean,
+        ratio_mean=step["ratio_mean"],
         ratio_max=ratio_max,
-        clip_fraction=step.clip_low + step.clip_high,
-        ess=step.ess,
+        clip_fraction=step["clip_low"] + step["clip_high"],
+        ess=step["ess"],
         entropy=table.value(sums, "entropy") / count,
         sequence_ess=sequence_ess(sums, table),
-        mean_abs_log_ratio=step.mean_abs_log,
+        mean_abs_log_ratio=step["mean_abs_log"],
         skipped_sequence_ids=tuple(skipped_sequence_ids),
-        skipped_tokens=step.num_skipped,
-        mismatch_kl={lag: k3_sum_and_tokens(row) for lag, row in enumerate(rows) if row.any()},
-        out_of_range_tokens=step.num_out_of_range,
+        skipped_tokens=int(step["num_skipped"]),
+        out_of_range_tokens=int(step["num_out_of_range"]),
         reference_kl=table.value(sums, "reference_kl") / count if objective.has_reference_kl else None,
         by_lag=rows,
         rule_tokens={label: int(number) for label, number in table.under(sums, _RULE_TOKENS)},
-        own_metrics=_own_metrics(dict(table.under(sums, METRIC)), num_tokens=max(1, step.tokens), num_kept=count),
+        own_metrics=_own_metrics(dict(table.under(sums, METRIC)), num_tokens=max(1, int(step["tokens"])), num_kept=count),
     )
 
 

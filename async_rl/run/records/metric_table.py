@@ -70,8 +70,6 @@ METRIC_SECTIONS: dict[str, dict[str, str]] = {
         "1 is a perfect critic, 0 one that knows only the mean, less is worse than that.",
         "critic/target_error_lag_N": "Mean of target - value over tokens of staleness N, in reward units. If it falls "
         "with N, older policies earned less, and their value targets are out of date.",
-        "critic/target_shift": "Mean absolute change of the value targets by the importance weights of "
-        "critic.importance_cap, in reward units; only with them.",
     },
     "The step's rollouts": {
         "reward/mean": "Mean reward of the step's rollouts.",
@@ -136,9 +134,6 @@ METRIC_SECTIONS: dict[str, dict[str, str]] = {
     "Ratio of the learner's policy pi to the sampling policy mu": {
         "ratio/mean": "Mean of pi/mu over trained tokens.",
         "ratio/max": "Largest pi/mu of a trained token.",
-        "ratio/p01": "1st percentile of pi/mu over trained tokens; from a histogram, within 5 % of its logarithm.",
-        "ratio/p50": "Median of pi/mu over trained tokens; from the same histogram.",
-        "ratio/p99": "99th percentile of pi/mu over trained tokens; from the same histogram.",
         "ratio/clip_low": "Share of trained tokens whose ratio was clipped at a lower bound.",
         "ratio/clip_high": "Share of trained tokens clipped at an upper bound (loss.clip_high, dual_clip, "
         "importance_cap).",
@@ -165,14 +160,11 @@ METRIC_SECTIONS: dict[str, dict[str, str]] = {
         "mismatch_kl/k1": "k1 estimate of KL(mu || pi) over the same tokens as mismatch_kl/mean, in nats. It is "
         "unbiased, and it may be negative.",
         "mismatch_kl/lag_N": "mismatch_kl/mean over tokens of staleness N, in nats.",
-        "mismatch_kl/after_update_lag_N": "The same over those tokens of staleness N whose answer had received a "
-        "weight update before them, in nats.",
-        "mismatch_kl/no_update_lag_N": "The same over the other tokens of staleness N, in nats.",
-        "mismatch_kl/update_effect": "after_update minus no_update at equal staleness, mean over tokens after an "
-        "update, in nats: the cost of keeping keys and values across updates, apart from policy staleness.",
-        "mismatch_kl/after_update_tokens": "Number of tokens over which mismatch_kl/update_effect is a mean.",
-        "lag_N/<name>": "Figures over tokens of staleness N: tokens, mismatch_k1, mean_abs_log, ratio_mean, "
-        "ratio_max, ratio_p01, ratio_p50, ratio_p99, clip_low, clip_high, skipped, out_of_range, ess.",
+        "mismatch_kl/update_effect": "mismatch_kl/mean of tokens whose answer had received a weight update before "
+        "them, less that of other tokens of equal staleness, in nats: the cost of keeping keys and values across "
+        "updates, apart from policy staleness.",
+        "lag_N/<name>": "Figures over tokens of staleness N: tokens, mismatch_k1, mean_abs_log, ratio_mean, clip_low, "
+        "clip_high, skipped, out_of_range, ess.",
     },
     "Engine against learner": {
         "parity/mean": "Mean |engine - learner| of the log-probabilities of the same token sequences at the same "

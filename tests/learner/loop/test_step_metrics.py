@@ -48,9 +48,8 @@ def test_updates_of_a_step_are_merged_lag_by_lag():
     assert metrics["mismatch_kl/k1"] == pytest.approx(-math.log(4) / 3)
     assert (metrics["lag_1/ratio_mean"], metrics["lag_1/tokens"]) == (pytest.approx(1.25), 2)
     assert (metrics["lag_1/clip_high"], metrics["lag_3/clip_high"]) == (0.5, 1.0)
-    assert math.log(metrics["ratio/p50"]) == pytest.approx(math.log(2), rel=0.06)
     assert not any("lag_0" in key or "lag_2" in key for key in metrics)
-    assert not any("after_update" in key or "update_effect" in key for key in metrics)
+    assert "mismatch_kl/update_effect" not in metrics
     assert all(isinstance(value, float | int) and not isinstance(value, np.ndarray) for value in metrics.values())
 
 
@@ -129,11 +128,7 @@ def test_what_a_weight_update_does_is_told_from_staleness_by_comparing_tokens_of
     # update, lag 0 none with one. The effect is over the one token of lag 1.
     after_update = [True, False, False, True, False]
     metrics = update_metrics([an_update([2.0, 1.0, 1.0, 4.0, 3.0], [1, 1, 1, 2, 0], after_update)])
-    assert metrics["mismatch_kl/after_update_lag_1"] == pytest.approx(1 - math.log(2))
-    assert metrics["mismatch_kl/no_update_lag_1"] == 0.0
     assert metrics["mismatch_kl/update_effect"] == pytest.approx(1 - math.log(2))
-    assert metrics["mismatch_kl/after_update_tokens"] == 1
-    assert not any("update_lag_2" in key or "update_lag_0" in key for key in metrics)
 
 
 def test_the_rollouts_of_each_named_source_have_figures_of_their_own():
@@ -160,8 +155,8 @@ def test_a_metric_of_agents_is_the_mean_over_the_rollouts_that_have_it():
 
 def skipped(reason: str) -> UpdateStats:
     return replace(
-        PLAIN_STATS, stepped=False, reason=reason, grad_norm=0.25, ratio_mean=1.5, ratio_max=9.0, ess=0.125,
-        mismatch_kl={4: (2.0, 4), 0: (0.03, 3), 7: (0.0, 0)},
+        an_update([1.0, 2.0, 0.5], [0, 2, 2]), stepped=False, reason=reason, grad_norm=0.25, ratio_mean=1.5,
+        ratio_max=9.0, ess=0.125,
     )  # fmt: skip
 
 
@@ -176,9 +171,9 @@ def test_the_run_stops_past_the_budget_with_what_was_measured_and_what_may_help(
     check_skipped(10, skipped("ess"), most=10)
     with pytest.raises(TrainingError) as stopped:
         check_skipped(11, skipped("the ESS is low"), most=10)
-    # 0.03 nats over 3 tokens, 2 over 4; no token at lag 7.
+    # At lag 2: (2 - 1 - ln 2 + 1/2 - 1 + ln 2) / 2; no token at lag 1.
     for part in (
-        "the ESS is low", "ESS 0.125", "mean 1.5 and max 9", "gradient norm 0.25", "0.01 at lag 0, 0.5 at lag 4)",
+        "the ESS is low", "ESS 0.125", "mean 1.5 and max 9", "gradient norm 0.25", "0 at lag 0, 0.25 at lag 2)",
         "queue.max_staleness", "optimizer.lr", "loss.min_ess",
     ):  # fmt: skip
         assert part in str(stopped.value)
