@@ -16,11 +16,11 @@ import numpy as np
 
 from async_rl.config.config import Config
 from async_rl.learner.checkpoints.files import TrainerState
-from async_rl.learner.data.batch import MASK_CAUSES, PreparedBatch
+from async_rl.learner.data.batch import PreparedBatch
 from async_rl.learner.interface import FATES, TokenOutcomes
 from async_rl.learner.loop.parts import StepPart
 from async_rl.learner.loop.recorder import RowWriter, chosen_groups
-from async_rl.learner.loop.step_result import StepResult, cause_of_tokens
+from async_rl.learner.loop.step_result import StepResult, cause_of_tokens, rollout_causes
 from async_rl.queue.messages import TakenGroup
 from async_rl.records import NO_VERSION, TokenSequence
 from async_rl.run.directory import RunDir
@@ -111,20 +111,8 @@ def summary(result: StepResult, *, step: int) -> dict[str, Any]:
         "tokens": list(prepared.rollout_tokens),
         "staleness": [None if version == NO_VERSION else int(result.version - version) for version in oldest],
         "finish": [rollout.finish_reason for rollout in rollouts],
-        "cause": rollout_causes(result),
+        "cause": rollout_causes(prepared, result.causes),
     }
-
-
-def rollout_causes(result: StepResult) -> list[str]:
-    """Return for each rollout of the step why it was left out of the loss. Empty if some of it was trained."""
-    causes = [result.prepared.masked.get(number, "") for number in range(len(result.prepared.rollout_tokens))]
-    outcomes: dict[int, set[str]] = {}
-    for sequence, rollout in result.prepared.rollout_of.items():
-        outcomes.setdefault(rollout, set()).add(result.causes.get(sequence, ""))
-    for rollout, found in outcomes.items():
-        if "" not in found:
-            causes[rollout] = min(found, key=MASK_CAUSES.index)
-    return causes
 
 
 def token_table(

@@ -13,8 +13,8 @@ from async_rl.config.config import Config
 from async_rl.learner.checkpoints.files import TrainerState
 from async_rl.learner.data.batch import PreparedBatch, prepare_batch
 from async_rl.learner.interface import TokenOutcomes, UpdateStats
-from async_rl.learner.loop.rollout_records import RolloutRecords, TokenTexts, recorded_rollouts, rollout_causes
-from async_rl.learner.loop.step_result import StepResult, step_result
+from async_rl.learner.loop.rollout_records import RolloutRecords, TokenTexts, recorded_rollouts
+from async_rl.learner.loop.step_result import StepResult, rollout_causes, step_result
 from async_rl.queue.messages import TakenGroup
 from async_rl.run.directory import RunDir
 from async_rl.run.records.step_log import StepLog, read_rows
@@ -101,7 +101,7 @@ def test_the_summary_has_every_rollout_also_one_whose_reward_is_not_finite(tmp_p
     result = record(tmp_path, groups, {}, skipped=(1,), rollouts_groups=1)
     (row,) = read_rows(RunDir(tmp_path).rollout_summaries)
     causes = ["", "skip_threshold", "truncated", "invalid"]
-    assert row["cause"] == rollout_causes(result) == causes
+    assert row["cause"] == rollout_causes(result.prepared, result.causes) == causes
     expected = {
         "step": 3, "version": 5, "sizes": [3, 1], "reward": [1, 0, 0, None], "tokens": [3, 2, 1, 1],
         "staleness": [4, 0, 1, 0], "finish": ["stop", "stop", "length", "stop"],
