@@ -46,9 +46,6 @@ class SupervisedObjective(LinearObjective):
     def slopes(self, batch: LossBatch) -> Tensor:
         return torch.full_like(batch.advantages, -1.0)
 
-    def denominator(self, sums: Tensor) -> float:
-        return self.statistics.value(sums, "tokens")
-
 
 class Supervised(OfflineTask[Turns]):
     """``async-rl sft``: the mean negative log-likelihood of the answers' tokens."""

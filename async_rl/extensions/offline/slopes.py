@@ -14,7 +14,7 @@ trained tokens.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -25,24 +25,20 @@ from torch import Tensor
 from async_rl.learner.data.batch import along_tokens
 from async_rl.learner.interface import PolicyScores
 from async_rl.learner.losses.batch import IndexedSlopeFunction, LossBatch, Slopes, TokenLogprobs
-from async_rl.learner.losses.objective import MicroBatchResult, PlainObjective
-from async_rl.learner.losses.parts import check_shapes
+from async_rl.learner.losses.objective import MicroBatchResult, Objective
 from async_rl.learner.sequences import TrainSequence
 
 
-class LinearObjective(PlainObjective, ABC):
+class LinearObjective(Objective):
     """A sum over trained tokens of a slope, known beforehand, times the token's value."""
 
     @abstractmethod
     def slopes(self, batch: LossBatch) -> Tensor:
         """Return the slopes of the trained tokens, float32 [N]."""
 
-    @abstractmethod
-    def denominator(self, sums: Tensor) -> float: ...
-
     def __call__(self, batch: LossBatch, scored: TokenLogprobs, *, version: int) -> MicroBatchResult:
         slopes_N = self.slopes(batch)
-        check_shapes(scored.logprobs, slopes_N)  # one value and none would multiply to none
+        assert scored.logprobs.shape == slopes_N.shape  # one value and none would multiply to none
         loss_sum = (scored.logprobs * slopes_N).sum(dtype=torch.float64)
         entropy = scored.entropies.detach().sum(dtype=torch.float64)
         num_tokens = torch.full_like(entropy, len(scored.logprobs))

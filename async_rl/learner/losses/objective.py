@@ -7,9 +7,10 @@ is cut. ``engine/fsdp_engine.py`` calls this on every rank. N = trained tokens, 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,24 +60,33 @@ class MicroBatchResult(NamedTuple):
     tokens: TokenResults | None = None
 
 
-class Objective(Protocol):
-    """A loss that is a sum over trained tokens, divided by a denominator that is known only after the whole step."""
+class Objective(ABC):
+    """A loss that is a sum over trained tokens, divided by a denominator that is known only after the whole step.
+
+    One that overrides nothing else has no entropies, no reference and no rules, and skips no step.
+    """
 
     @property
     def needs_entropy_grad(self) -> bool:
         """Whether entropies must carry a gradient."""
-        ...
+        return False
 
     @property
     def has_reference_kl(self) -> bool:
         """Whether the loss contains a KL to the reference model."""
-        ...
+        return False
+
+    @property
+    def own_metric_keys(self) -> tuple[str, ...]:
+        """Metrics whose sums ``statistics`` has."""
+        return ()
 
     @property
     def statistics(self) -> Statistics:
         """The table of ``MicroBatchResult.sums``, the same for every micro-batch and on every rank."""
-        ...
+        return Statistics(_OF_TOKENS | dict.fromkeys((f"{METRIC}{key}" for key in self.own_metric_keys), 1))
 
+    @abstractmethod
     def __call__(self, batch: LossBatch, scored: TokenLogprobs, *, version: int) -> MicroBatchResult: ...
 
     def predict_slopes(self, batch: LossBatch, *, version: int) -> IndexedSlopeFunction | None:
@@ -84,25 +94,25 @@ class Objective(Protocol):
 
         A wrong prediction costs time, but changes no gradient. None: the loss does not separate by token.
         """
-        ...
+        return None
 
     def why_skip(self, sums: Tensor) -> str:
         """Return why the optimizer step must be skipped. Empty if it need not be skipped.
 
         ``sums`` are the sums of the whole step, on the host.
         """
-        ...
+        return ""
 
     def denominator(self, sums: Tensor) -> float:
         """Return what the loss sum of the whole step is divided by. 0: nothing is left to train on.
 
         ``sums`` are the sums of the whole step, on the host.
         """
-        ...
+        return self.statistics.value(sums, "denominator")
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyObjective:
+class PolicyObjective(Objective):
     """The policy-gradient loss that the section ``[loss]`` describes.
 
     Attributes:
@@ -143,10 +153,9 @@ class PolicyObjective:
     def __call__(self, batch: LossBatch, scored: TokenLogprobs, *, version: int) -> MicroBatchResult:
         """Return the loss and the statistics of one micro-batch, whose log-probabilities are ``scored``.
 
-        No token may be newer than ``version``; the engine has checked that on the host.
+        No token may be newer than ``version``; the queue has checked that.
 
         Raises:
-            ValueError: ``policy_loss`` refuses the batch.
             OwnCodeError: the user's function fails.
         """
         inputs = _inputs(batch, scored, version)
@@ -222,32 +231,6 @@ class PolicyObjective:
         step = summarise(self.statistics.of(sums, "by_lag").view(-1, COLUMNS).sum(0).numpy())
         num_tokens = self.statistics.value(sums, "tokens")
         return why_skip(self.loss.all_rules, rule_sums, tokens=num_tokens, ess=step["ess"])
-
-    def denominator(self, sums: Tensor) -> float:
-        return self.statistics.value(sums, "denominator")
-
-
-class PlainObjective:
-    """What an objective without a policy's parts has: no entropies, no reference, no rules. It skips no step."""
-
-    @property
-    def needs_entropy_grad(self) -> bool:
-        return False
-
-    @property
-    def has_reference_kl(self) -> bool:
-        return False
-
-    @property
-    def own_metric_keys(self) -> tuple[str, ...]:
-        return ()
-
-    @property
-    def statistics(self) -> Statistics:
-        return Statistics(_OF_TOKENS | dict.fromkeys((f"{METRIC}{key}" for key in self.own_metric_keys), 1))
-
-    def why_skip(self, sums: Tensor) -> str:
-        return ""
 
 
 def _inputs(batch: LossBatch, scored: TokenLogprobs, version: int, place: slice | Tensor = slice(None)) -> PolicyInputs:
@@ -353,7 +336,9 @@ def update_stats(
         reference_kl=table.value(sums, "reference_kl") / count if objective.has_reference_kl else None,
         by_lag=rows,
         rule_tokens={label: int(number) for label, number in table.under(sums, _RULE_TOKENS)},
-        own_metrics=_own_metrics(dict(table.under(sums, METRIC)), num_tokens=max(1, int(step["tokens"])), num_kept=count),
+        own_metrics=_own_metrics(
+            dict(table.under(sums, METRIC)), num_tokens=max(1, int(step["tokens"])), num_kept=count
+        ),
     )
 
 

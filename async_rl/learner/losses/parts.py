@@ -61,15 +61,6 @@ def sum_by(index_N: Tensor, values_N: Tensor, size: int) -> Tensor:
     return values_N.new_zeros(size).index_add_(0, index_N, values_N)
 
 
-def check_shapes(*tensors: Tensor) -> None:
-    """Raise ValueError unless all tensors have the same shape [N]."""
-    if any(t.ndim != 1 or t.shape != tensors[0].shape for t in tensors):
-        shapes = [list(t.shape) for t in tensors]
-        raise ValueError(
-            f"expected tensors of one shape [N], got {shapes}; this is a bug in async-rl, please report it"
-        )
-
-
 class SurrogateInputs(NamedTuple):
     """The inputs of a surrogate, float [N]. All are 0 on tokens that are left out.
 
@@ -170,8 +161,7 @@ def geometric_mean(inputs: SurrogateInputs, loss: LossConfig) -> TokenObjective:
     bound counts in the mean. The paper clips log r at -0.4 and 0.4, which the preset says as bounds of r. It has no
     bound at A < 0; ``loss.dual_clip`` is one, for the mean.
     """
-    if inputs.sequence_mean is None:
-        raise ValueError("expected the mean over sequences as SurrogateInputs.sequence_mean, got none; pass it")
+    assert inputs.sequence_mean is not None
     low_N, high_N = _clipped_sides(inputs.log_ratio.detach().exp(), inputs.advantages, loss)
     clipped_N = inputs.log_ratio.masked_fill(high_N, math.log1p(loss.clip_high))
     if loss.clip_low < 1:

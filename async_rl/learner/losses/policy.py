@@ -29,7 +29,6 @@ from async_rl.learner.losses.parts import (
     SurrogateInputs,
     TokenObjective,
     aggregate,
-    check_shapes,
     importance_weights,
     interpolated_proximal,
     kl_estimate,
@@ -101,12 +100,7 @@ def policy_loss(
         loss: all keys but those of the advantages.
         max_length: ``sampling.max_new_tokens``, the constant of ``aggregation = "sequence_sum"``.
         distill: the section ``[distill]``. None: there is no teacher.
-
-    Raises:
-        ValueError: shapes differ, or the settings need reference logprobs or entropies with a gradient, and these are
-            missing.
     """
-    _check(inputs, loss)
     if distill is not None:
         inputs = with_teacher(inputs, distill)
     finite_N = inputs.behavior_logprobs.isfinite()
@@ -147,7 +141,6 @@ def policy_loss(
 
 def with_teacher(inputs: PolicyInputs, distill: DistillConfig) -> PolicyInputs:
     """Return the inputs with the teacher's advantages, or without those of rewards if only the teacher counts."""
-    check_shapes(inputs.logprobs, inputs.teacher_logprobs)
     advantages_N = inputs.advantages
     if distill.form == "advantage":
         advantages_N = taught_advantages(advantages_N, inputs.logprobs, inputs.teacher_logprobs, distill)
@@ -229,18 +222,3 @@ def _token_objective(inputs: PolicyInputs, anchor_N: Tensor, kept_N: Tensor, los
         tokens.capped_low,
         tokens.capped_high | (importance_N.exp() > loss.importance_cap),
     )
-
-
-def _check(inputs: PolicyInputs, loss: LossConfig) -> None:
-    checked = [inputs.logprobs, inputs.behavior_logprobs, inputs.advantages, inputs.sequence_index, inputs.lag]
-    checked.append(inputs.entropies)
-    if loss.needs_proximal and inputs.has_proximal:
-        checked.append(inputs.proximal_logprobs)
-    if loss.is_kl_in_loss:
-        checked.append(inputs.reference_logprobs)
-    check_shapes(*checked)
-    if loss.entropy_coef and inputs.logprobs.requires_grad and not inputs.entropies.requires_grad:
-        raise ValueError(
-            f"expected entropies with a gradient, because loss.entropy_coef = {loss.entropy_coef}, got entropies "
-            f"without one; this is a bug in async-rl, please report it"
-        )

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from async_rl.learner.data.batch import along_tokens
-from async_rl.learner.losses.batch import IndexedSlopeFunction, LossBatch, TokenLogprobs
-from async_rl.learner.losses.objective import METRIC, MicroBatchResult, PlainObjective
-from async_rl.learner.losses.parts import check_shapes
+from async_rl.learner.losses.batch import LossBatch, TokenLogprobs
+from async_rl.learner.losses.objective import METRIC, MicroBatchResult, Objective
 from async_rl.learner.sequences import TrainSequence, no_optional_columns
 
 CLIP_FRACTION = "critic/clip_fraction"
@@ -40,7 +39,7 @@ def value_loss(values_N: Tensor, targets_N: Tensor, old_values_N: Tensor, clip: 
 
 
 @dataclass(frozen=True, slots=True)
-class ValueObjective(PlainObjective):
+class ValueObjective(Objective):
     """The mean of ``value_loss`` over all trained tokens of the step.
 
     Attributes:
@@ -54,7 +53,6 @@ class ValueObjective(PlainObjective):
         return (CLIP_FRACTION,)
 
     def __call__(self, batch: LossBatch, scored: TokenLogprobs, *, version: int) -> MicroBatchResult:
-        check_shapes(scored.logprobs, batch.value_targets, batch.old_values)
         losses_N, clipped_N = value_loss(scored.logprobs, batch.value_targets, batch.old_values, self.clip)
         loss_sum = losses_N.sum()
         num_tokens = torch.full_like(loss_sum.detach(), len(losses_N))
@@ -62,12 +60,6 @@ class ValueObjective(PlainObjective):
         sums = self.statistics.flat({"denominator": num_tokens, "loss": loss_sum, "tokens": num_tokens, **clipped})
         nothing = torch.zeros(batch.num_sequences, dtype=torch.bool, device=sums.device)
         return MicroBatchResult(loss_sum, sums, nothing, sums.new_zeros(()))
-
-    def predict_slopes(self, batch: LossBatch, *, version: int) -> IndexedSlopeFunction | None:
-        return None
-
-    def denominator(self, sums: Tensor) -> float:
-        return self.statistics.value(sums, "tokens")
 
 
 def critic_sequences(
