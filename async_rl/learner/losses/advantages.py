@@ -32,7 +32,7 @@ from async_rl.config.section import look_up
 from async_rl.errors import TrainingError
 from async_rl.learner.data.batch import PreparedBatch, along_tokens, leave_out
 from async_rl.learner.losses.credit import Earned, by_critic, earned_rewards
-from async_rl.learner.losses.own_advantage import AdvantageInputs, OwnAdvantage, frozen_inputs
+from async_rl.learner.losses.own_advantage import AdvantageInputs, OwnAdvantage
 from async_rl.learner.losses.parts import kl_estimate
 from async_rl.records import NO_VERSION
 
@@ -41,7 +41,6 @@ STD_FLOOR = 1e-4
 _ROUNDING = 1e-9
 """Advantages below this are 0, but for rounding."""
 
-_BUG = "this is a bug in async-rl, please report it"
 _WITHOUT_REWARD = ("invalid", "unknown_weights", "quarantined", "failed", "unjudged", "truncated")
 """Rollouts masked for these causes enter no baseline: they are not samples of the policy, or their reward says nothing
 about an answer. Truncated answers often get a low reward for their length. In a baseline they would give wrong answers
@@ -153,16 +152,16 @@ def _own_inputs(
         trained[index] += prepared.sequence_tokens[sequence_id]
     in_baseline = np.zeros(num, np.bool_)
     in_baseline[np.concatenate([np.zeros(0, np.int64), *groups])] = True
-    return frozen_inputs(
+    return AdvantageInputs(
         rewards=rewards_R,
         accuracies=prepared.accuracies,
         group_sizes=prepared.group_sizes,
         num_sampled=np.array(prepared.rollout_tokens),
         num_trained=trained,
         lag=np.where(oldest == NO_VERSION, 0, version - oldest),
-        masked=[prepared.masked.get(index, "") for index in range(num)],
+        masked=tuple(prepared.masked.get(index, "") for index in range(num)),
         in_baseline=in_baseline,
-        generator_ids=[item.group.generator_id for item, _ in rollouts],
+        generator_ids=tuple(item.group.generator_id for item, _ in rollouts),
         rows=np.array([item.prompt.row for item, _ in rollouts]),
         settings=loss,
     )
@@ -181,7 +180,7 @@ def group_normalised(rewards: np.ndarray) -> np.ndarray:
         float64 [n], in standard deviations.
 
     Raises:
-        ValueError: ``rewards`` is not one-dimensional, or holds NaN or infinity.
+        ValueError: ``rewards`` holds NaN or infinity.
     """
     centred = group_centred(rewards)
     if not centred.any():
@@ -193,11 +192,9 @@ def group_centred(rewards: np.ndarray) -> np.ndarray:
     """Return Dr. GRPO's advantage (arXiv:2503.20783): ``r - mean``, float64 [n], reward units.
 
     Raises:
-        ValueError: ``rewards`` is not one-dimensional, or holds NaN or infinity.
+        ValueError: ``rewards`` holds NaN or infinity.
     """
     values = np.asarray(rewards, dtype=np.float64)
-    if values.ndim != 1:
-        raise ValueError(f"expected the rewards of one group, [n], got shape {list(values.shape)}; {_BUG}")
     if not np.isfinite(values).all():
         raise ValueError(f"expected finite rewards, got {values.tolist()}; fix the reward function")
     return _centred(values)
@@ -209,7 +206,7 @@ def leave_one_out(rewards: np.ndarray) -> np.ndarray:
     It is computed as ``(r - mean) n / (n - 1)``, which is the same. The result is float64 [n], in reward units.
 
     Raises:
-        ValueError: ``rewards`` is not one-dimensional, or holds NaN or infinity.
+        ValueError: ``rewards`` holds NaN or infinity.
     """
     centred = group_centred(rewards)
     return centred * (len(centred) / max(1, len(centred) - 1))
@@ -232,7 +229,7 @@ def off_policy_optimal(rewards: np.ndarray, log_weights: np.ndarray | None = Non
         float64 [n], reward units. Zeros if no rollout has a weight.
 
     Raises:
-        ValueError: ``rewards`` is not one-dimensional, or holds NaN or infinity.
+        ValueError: ``rewards`` holds NaN or infinity.
     """
     centred = group_centred(rewards)
     if not centred.any() or log_weights is None:

@@ -16,7 +16,7 @@ Shape letter: R = rollouts of the step. Rollouts are numbered in the step's orde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -63,6 +63,14 @@ class AdvantageInputs:
     generator_ids: tuple[str, ...]
     rows: np.ndarray
     settings: LossConfig
+
+    def __post_init__(self) -> None:
+        """Copy the arrays: a function that writes to them raises ValueError."""
+        for name in self.__slots__:
+            if isinstance(values := getattr(self, name), np.ndarray):
+                copy = values.copy()
+                copy.setflags(write=False)
+                object.__setattr__(self, name, copy)
 
     def groups(self, *, baseline_only: bool = True) -> list[np.ndarray]:
         """Return the indices of each group's rollouts, int64, without those that are not ``in_baseline``, by
@@ -124,45 +132,18 @@ def made_up_rollouts(config: Config) -> AdvantageInputs:
     masked[-1] = "truncated"
     masked[-min(2, size)] = "failed" if size > 1 else "truncated"
     sampled = 1 + np.arange(num) % min(7, config.sampling.max_new_tokens)
-    return frozen_inputs(
+    return AdvantageInputs(
         rewards=rewards,
         accuracies=rewards,
         group_sizes=(size,) * 3,
         num_sampled=sampled,
         num_trained=np.where([not cause for cause in masked], sampled, 0),
         lag=np.arange(num) % (config.queue.max_staleness + 1),
-        masked=masked,
+        masked=tuple(masked),
         in_baseline=np.array([not cause for cause in masked]),
-        generator_ids=["generator-0"] * num,
+        generator_ids=("generator-0",) * num,
         rows=np.repeat(np.arange(3), size),
         settings=config.loss,
-    )
-
-
-def frozen_inputs(
-    *, rewards: np.ndarray, accuracies: np.ndarray, group_sizes: Sequence[int], num_sampled: np.ndarray,
-    num_trained: np.ndarray, lag: np.ndarray, masked: Sequence[str], in_baseline: np.ndarray,
-    generator_ids: Sequence[str], rows: np.ndarray, settings: LossConfig,
-) -> AdvantageInputs:  # fmt: skip
-    """Return the record with read-only copies of the arrays. A function that writes to them raises ValueError."""
-
-    def frozen(values: np.ndarray, dtype: Any) -> np.ndarray:
-        copy = np.array(values, dtype=dtype)
-        copy.setflags(write=False)
-        return copy
-
-    return AdvantageInputs(
-        rewards=frozen(rewards, np.float64),
-        accuracies=frozen(accuracies, np.float64),
-        group_sizes=tuple(group_sizes),
-        num_sampled=frozen(num_sampled, np.int64),
-        num_trained=frozen(num_trained, np.int64),
-        lag=frozen(lag, np.int64),
-        masked=tuple(masked),
-        in_baseline=frozen(in_baseline, np.bool_),
-        generator_ids=tuple(generator_ids),
-        rows=frozen(rows, np.int64),
-        settings=settings,
     )
 
 
