@@ -196,7 +196,7 @@ def _entered(policy: PolicyModel, entry: PassThrough, batch: DeviceBatch, receiv
     if policy.packing == "packed":
         entry.received = received_Td[None]
     else:
-        (rows,) = batch.layout.buckets
+        (rows,), _ = batch.layout.padding
         entry.received = received_Td.index_select(0, rows.gather).view(rows.num_sequences, rows.max_length, -1)
     try:
         yield

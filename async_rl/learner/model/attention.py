@@ -23,7 +23,7 @@ import inspect
 import logging
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,6 +34,8 @@ from async_rl.errors import ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from async_rl.learner.model.split_attention import PartLayout
 
 logger = logging.getLogger(__name__)
 
@@ -59,24 +61,6 @@ class Attention(NamedTuple):
     dropout: float = 0.0
 
 
-class RowLayout(Protocol):
-    """How attention computes the tokens that the model gets: a packed row (``PackedLayout``), or a part of one."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens that the model gets."""
-        ...
-
-    @property
-    def max_length(self) -> int:
-        """Tokens of the row's longest sequence."""
-        ...
-
-    def attend(self, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, how: Attention) -> Tensor:
-        """Return the attention of each token, [T, H, D of the values]."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Bucket:
     """Sequences of similar length that are padded to one length and computed as one batch.
@@ -90,13 +74,6 @@ class Bucket:
     gather: Tensor
     num_sequences: int
     max_length: int
-
-
-class _Padding(NamedTuple):
-    """The indices of the padded computation: ``PackedLayout.buckets`` and ``PackedLayout.restore``."""
-
-    buckets: tuple[Bucket, ...]
-    restore: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,16 +111,6 @@ class PackedLayout:
         """int64 [T], each row token's first index into E. None if T and E are the same."""
         return None if self.num_tokens == len(self._index) else self._moved(self._first)
 
-    @property
-    def buckets(self) -> tuple[Bucket, ...]:
-        """Groups of similar length, for the padded computation. Each sequence is in one of them."""
-        return self._padding.buckets
-
-    @property
-    def restore(self) -> Tensor:
-        """int64 [T], each row token's index into the buckets' outputs placed end to end."""
-        return self._padding.restore
-
     def attend(self, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, how: Attention) -> Tensor:
         """Return each token's attention to its sequence, up to itself, [T, H, D of the values]."""
         reason = "of dropout" if how.dropout else why_padded(query_THD, value_TKD)
@@ -152,7 +119,10 @@ class PackedLayout:
         return (_padded if reason else _flash)(query_THD, key_TKD, value_TKD, self, how)
 
     @cached_property
-    def _padding(self) -> _Padding:
+    def padding(self) -> tuple[list[Bucket], Tensor]:
+        """Groups of similar length, for the padded computation, each sequence in one of them; and, int64 [T], each row
+        token's index into the buckets' outputs placed end to end.
+        """
         bounds, lengths = self._bounds, np.diff(self._bounds)
         buckets: list[Bucket] = []
         restore = np.empty(bounds[-1], dtype=np.int64)
@@ -166,7 +136,7 @@ class PackedLayout:
             restore[places[valid]] = offset + np.flatnonzero(valid)
             buckets.append(Bucket(self._moved(self._index[places.reshape(-1)]), len(members), longest))
             offset += places.size
-        return _Padding(tuple(buckets), self._moved(restore[self._first]))
+        return buckets, self._moved(restore[self._first])
 
     def _moved(self, array: np.ndarray) -> Tensor:
         # Not blocking: the host goes on while the device computes the micro-batch before.
@@ -187,25 +157,14 @@ def packed_layout(
         token_index: integers [E], each sequence token's index into the row. None: the row is the sequences end to end.
         device: where the layout's tensors are stored.
         one_bucket: put all sequences into one bucket, for models that compute the micro-batch as one padded batch.
-
-    Raises:
-        ValueError: ``cu_seqlens`` does not start at 0 or does not rise; the length of ``token_index`` is not E, or a
-            token of the row is missing from it.
     """
     bounds = np.asarray(cu_seqlens, dtype=np.int64)
-    lengths = np.diff(bounds)
-    if bounds.ndim != 1 or len(lengths) == 0 or bounds[0] != 0 or (lengths <= 0).any():
-        raise ValueError(f"expected cu_seqlens that rise from 0, got {bounds.tolist()}; {_BUG}")
     index = np.arange(bounds[-1]) if token_index is None else np.asarray(token_index, dtype=np.int64)
     num_tokens = int(index.max()) + 1
     # Assigned in reverse order, so that a shared token keeps its first index.
     first = np.full(num_tokens, -1, dtype=np.int64)
     first[index[::-1]] = np.arange(len(index))[::-1]
-    if index.shape != (bounds[-1],) or index.min() < 0 or (first < 0).any():
-        raise ValueError(
-            f"expected token_index [{bounds[-1]}] with every token of the row, got {index.tolist()}; {_BUG}"
-        )
-    return PackedLayout(num_tokens, int(lengths.max()), bounds, index, first, device, one_bucket)
+    return PackedLayout(num_tokens, int(np.diff(bounds).max()), bounds, index, first, device, one_bucket)
 
 
 def _similar_lengths(lengths: np.ndarray, order: np.ndarray) -> list[np.ndarray]:
@@ -268,7 +227,7 @@ def packed_attention_forward(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    packed_layout: RowLayout | None = None,
+    packed_layout: PackedLayout | PartLayout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention within each sequence of a packed row. transformers calls this function.
@@ -310,7 +269,8 @@ def _padded(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, layout: Packe
     if query_THD.is_cuda:
         # With grouped heads CUDA has only one kernel for float32, whose memory is quadratic in the length.
         key_TKD, value_TKD = _repeat_heads(key_TKD, heads_per_key), _repeat_heads(value_TKD, heads_per_key)
-    for bucket in layout.buckets:
+    buckets, restore = layout.padding
+    for bucket in buckets:
         shape = (bucket.num_sequences, bucket.max_length)
         query, key, value = (
             t.index_select(0, bucket.gather).unflatten(0, shape).transpose(1, 2)
@@ -327,7 +287,7 @@ def _padded(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, layout: Packe
             enable_gqa=query.shape[1] != key.shape[1],
         )
         outputs.append(out.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs).index_select(0, layout.restore)
+    return torch.cat(outputs).index_select(0, restore)
 
 
 def _repeat_heads(heads_TKD: Tensor, times: int) -> Tensor:

@@ -85,17 +85,9 @@ def token_logprobs(
         predict: predicts the slopes of the loss. None: all chunks but the last are computed again in the backward pass.
         dtype: in which the head and its gradients are computed. None: the weight's. Another one takes a copy of the
             weight.
-
-    Raises:
-        ValueError: the numbers of rows of the hidden states, targets and temperatures differ; or others are wanted of
-            a divided head, or with a prediction.
     """
-    _check_rows(hidden_Nd, targets_N, temperatures_N)
     part = VocabularyPart.of(head.weight)
-    if others_NK is not None and (part is not None or predict is not None):
-        raise ValueError(
-            "expected a whole head and no prediction with others_NK; this is a bug in async-rl, please report it"
-        )
+    assert others_NK is None or (part is None and predict is None)
     rows = _rows_per_chunk(head.weight, head.weight.shape[0] if part is None else part.largest_size, chunk_bytes)
     chunks = _chunks(targets_N, temperatures_N.float(), sampling_mask, others_NK, rows)
     settings = _Settings(chunks, cap, entropy_grad, predict if torch.is_grad_enabled() else None, part)
@@ -112,14 +104,6 @@ def _rows_per_chunk(weight: Tensor, num_logits: int, chunk_bytes: float | None) 
         chunk_bytes = logits_chunk_bytes("cpu" if weight.device.type == "cpu" else "cuda", gradient_bytes)
     rows = max(1, int(chunk_bytes) // (4 * num_logits))
     return rows // _ROWS_MULTIPLE * _ROWS_MULTIPLE or rows
-
-
-def _check_rows(hidden_Nd: Tensor, targets_N: Tensor, temperatures_N: Tensor) -> None:
-    if not hidden_Nd.ndim == 2 or not len(hidden_Nd) == len(targets_N) == len(temperatures_N):
-        raise ValueError(
-            f"expected hidden [N, d], targets [N] and temperatures [N], got {list(hidden_Nd.shape)}, "
-            f"{list(targets_N.shape)} and {list(temperatures_N.shape)}; this is a bug in async-rl, please report it"
-        )
 
 
 class _Chunk(NamedTuple):

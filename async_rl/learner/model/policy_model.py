@@ -331,8 +331,8 @@ class PolicyModel(nn.Module):
         routes_TLK = batch.routes.view(-1, replay.num_layers, replay.top_k)
         if self.packing == "packed":
             return replay.forward(routes_TLK, counted=None if batch.part is None else batch.part.real)
-        (rows,) = batch.layout.buckets
-        return replay.forward(routes_TLK.index_select(0, rows.gather), counted=batch.layout.restore)
+        (rows,), restore = batch.layout.padding
+        return replay.forward(routes_TLK.index_select(0, rows.gather), counted=restore)
 
     def route_again(self, batch: DeviceBatch) -> None:
         """Prepare to compute layers of ``batch`` again in its backward pass, if others were computed since then."""
@@ -350,7 +350,7 @@ class PolicyModel(nn.Module):
                 use_cache=False,
                 packed_layout=batch.layout if batch.part is None else batch.part,
             ).last_hidden_state[0]
-        (rows,) = batch.layout.buckets
+        (rows,), restore = batch.layout.padding
         ids_BL = batch.token_ids.index_select(0, rows.gather).view(rows.num_sequences, rows.max_length)
         output = self.causal_lm.base_model(input_ids=ids_BL, attention_mask=None, use_cache=False)
-        return output.last_hidden_state.flatten(0, 1).index_select(0, batch.layout.restore)
+        return output.last_hidden_state.flatten(0, 1).index_select(0, restore)

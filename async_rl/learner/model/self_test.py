@@ -206,9 +206,9 @@ def _run_together(policy: PolicyModel, batch: DeviceBatch) -> tuple[Outputs, Ten
     if policy.packing == "packed":
         outputs, gradient = _recorded(policy, run, loss, "packed in a row", (1, len(batch.token_ids)))
         return outputs, gradient
-    (rows,) = batch.layout.buckets
+    (rows,), restore = batch.layout.padding
     outputs, gradient = _recorded(policy, run, loss, "in padded rows", (rows.num_sequences, rows.max_length))
-    of_row = {name: value[batch.layout.restore] for name, value in outputs.items() if name != _OUTPUT}
+    of_row = {name: value[restore] for name, value in outputs.items() if name != _OUTPUT}
     # Copies of a shared token add up. Padding repeats a token, so a gradient that reaches it shows as well.
     summed = gradient.new_zeros(len(batch.token_ids), gradient.shape[-1]).index_add(0, rows.gather, gradient)
     return of_row | {_OUTPUT: outputs[_OUTPUT]}, summed

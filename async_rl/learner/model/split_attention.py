@@ -116,7 +116,7 @@ def _mask(num_queries: int, num_keys: int, window: int | None, device: torch.dev
 
 @dataclass(frozen=True, eq=False)
 class PartLayout:
-    """One of n equal parts of a row, which ranks compute together. It implements ``attention.RowLayout``.
+    """One of n equal parts of a row, which ranks compute together. Its methods are those of ``attention.PackedLayout``.
 
     The last parts may be longer than the row: the rest is padding.
 

@@ -65,11 +65,12 @@ def test_packed_model_equals_each_sequence_alone():
 @given(st.lists(st.integers(1, 90), min_size=1, max_size=12))
 def test_buckets_hold_every_token_once_and_waste_little(lengths: list[int]):
     layout = packed_layout(bounds(lengths))
-    places = torch.cat([b.gather for b in layout.buckets])
-    assert torch.equal(places[layout.restore], torch.arange(sum(lengths)))
-    assert sum(b.num_sequences for b in layout.buckets) == len(lengths)
+    buckets, restore = layout.padding
+    places = torch.cat([b.gather for b in buckets])
+    assert torch.equal(places[restore], torch.arange(sum(lengths)))
+    assert sum(b.num_sequences for b in buckets) == len(lengths)
     assert layout.max_length == max(lengths)
-    for bucket in layout.buckets:
+    for bucket in buckets:
         held = places.new_tensor([len(set(row)) for row in bucket.gather.view(bucket.num_sequences, -1).tolist()])
         assert (bucket.max_length - held).max() <= max(16, bucket.max_length // 4)
 

@@ -44,29 +44,6 @@ def test_logprob_and_entropy_by_hand():
     assert out.entropies.item() == pytest.approx(-0.25 * math.log(0.25) - 0.75 * math.log(0.75))
 
 
-@pytest.mark.parametrize("entropy_grad", [False, True])
-@pytest.mark.parametrize("cap", [None, 0.5])
-@pytest.mark.parametrize("rows", [1, 3, 6, 7, 100])
-def test_chunks_of_any_size_equal_the_whole_in_value_and_gradient(rows: int, cap: float | None, entropy_grad: bool):
-    hidden, head, targets, temperatures = inputs(7)
-    logits = head(hidden) if cap is None else cap * torch.tanh(head(hidden) / cap)
-    logprobs = (logits / temperatures[:, None]).log_softmax(-1)
-    entropies, chosen = -(logprobs.exp() * logprobs).sum(-1), logprobs[range(7), targets]
-    weights = torch.randn(2, 7)
-
-    def slopes(logprobs: Tensor, entropies: Tensor) -> tuple[Tensor, ...]:
-        loss = (logprobs * weights[0]).sum() + (entropies * weights[1]).sum() * entropy_grad
-        return torch.autograd.grad(loss, (hidden, head.weight))
-
-    out = token_logprobs(
-        hidden, head, targets, temperatures, cap=cap, chunk_bytes=rows * ROW_BYTES, entropy_grad=entropy_grad
-    )
-    torch.testing.assert_close(out.logprobs, chosen, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(out.entropies, entropies, rtol=1e-5, atol=1e-6)
-    assert out.entropies.requires_grad == entropy_grad
-    torch.testing.assert_close(slopes(out.logprobs, out.entropies), slopes(chosen, entropies), rtol=1e-5, atol=1e-6)
-
-
 def test_a_cap_by_hand():
     # Logits [0, 1] capped at 1 are [0, tanh 1 = 0.76159].
     out = token_logprobs(torch.tensor([[0.0, 1.0]]), identity(2), torch.tensor([0]), torch.tensor([1.0]), cap=1.0)

@@ -99,11 +99,11 @@ def test_the_experts_of_every_token_are_the_given_ones(tmp_path: Path, packing: 
     with policy.replay.recording() as own:
         policy(batch)
     for layer, chosen in enumerate(seen):
-        of_row = chosen if packing == "packed" else chosen[batch.layout.restore]
+        of_row = chosen if packing == "packed" else chosen[batch.layout.padding[1]]
         np.testing.assert_array_equal(of_row.numpy(), micro_batch.routes.reshape(-1, 3, 2)[:, layer])
     # Every token of the row is counted once for each layer, padding is not.
     num_tokens = len(micro_batch.token_ids)
-    own_rows = [o if packing == "packed" else o[batch.layout.restore] for _, o in sorted(own.items())]
+    own_rows = [o if packing == "packed" else o[batch.layout.padding[1]] for _, o in sorted(own.items())]
     differing = sum(
         set(o.tolist()) != set(g.tolist())
         for layer, rows in enumerate(own_rows)
