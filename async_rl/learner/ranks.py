@@ -51,7 +51,6 @@ STORE_TIMEOUT_S = 10.0
 """The store's process answers within this time, or it is stopped, or its machine is gone."""
 
 _FAILURE_KEY = "first_failure"
-_BUG = "this is a bug in async-rl, please report it"
 _STOP_KEY = "stop_signal"
 
 
@@ -249,8 +248,6 @@ class Ranks:
 
     def scatter(self, frames: Sequence[bytes]) -> bytes:
         """On rank 0, send every other rank its frame. Return rank 0's frame."""
-        if len(frames) != self.world_size:
-            raise ValueError(f"expected one frame for each of {self.world_size} ranks, got {len(frames)}; {_BUG}")
         if self.world_size > 1:
             sizes = torch.tensor([len(frame) for frame in frames])
             dist.broadcast(sizes, 0, group=self.host_group)
@@ -306,10 +303,6 @@ class Ranks:
         if self.world_size > 1:
             dist.all_reduce(values, group=self.host_group)
         return values
-
-    def barrier(self) -> None:
-        """Return when every rank has called this."""
-        self.all_reduce_sum(torch.zeros(1))
 
     def exchange_saved(self, error: str) -> list[str]:
         """Return what every rank passes here, in the thread that writes its part of a checkpoint: its error, if any."""

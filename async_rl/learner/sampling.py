@@ -11,10 +11,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from async_rl.config.config import Config
-
 if TYPE_CHECKING:
-    from torch import Tensor, device
+    from torch import Tensor
 
 ID_PREFIX = "learner-"
 
@@ -70,15 +68,9 @@ class RankSampler(Protocol):
         ...
 
 
-class MakeSampler(Protocol):
-    """Makes the ``RankSampler`` of one rank, before the engine is loaded.
-
-    ``report`` is called with the text of an error that ends sampling on this rank.
-    """
-
-    def __call__(
-        self, config: Config, *, rank: int, device: device, report: Callable[[str], object]
-    ) -> RankSampler: ...
+MakeSampler = Callable[..., RankSampler]
+"""(config, *, rank, device, report) -> the sampler of one rank, before the engine is loaded. ``report`` is called with
+the text of an error that ends sampling on this rank."""
 
 
 class SamplingEngine(Protocol):

@@ -32,13 +32,11 @@ class Column(NamedTuple):
     Attributes:
         dtype: on the host, and on the device unless ``is_index``.
         is_optional: whether all sequences of a step may lack it: then it is [0].
-        is_wide: whether it has K values for each token: [T, K].
         is_index: whether torch indexes with its values: then they are int64 on the device.
     """
 
     dtype: type[np.generic]
     is_optional: bool = False
-    is_wide: bool = False
     is_index: bool = False
 
 
@@ -81,8 +79,8 @@ class TokenColumns(Generic[A]):
     proximal_logprobs: A = _optional(np.float32)
     verdicts: A = _optional(np.uint8)
     teacher_logprobs: A = _optional(np.float32)
-    teacher_top_ids: A = _optional(np.int32, is_wide=True, is_index=True)
-    teacher_top_logprobs: A = _optional(np.float32, is_wide=True)
+    teacher_top_ids: A = _optional(np.int32, is_index=True)
+    teacher_top_logprobs: A = _optional(np.float32)
     value_targets: A = _optional(np.float32)
     old_values: A = _optional(np.float32)
     slopes: A = _optional(np.float32)
@@ -127,16 +125,6 @@ class TrainSequence(TokenColumns[np.ndarray]):
     routes: RouteArray | None = None
     is_recorded: bool = False
 
-    @property
-    def after_update(self) -> np.ndarray:
-        """bool [T], True on tokens that were sampled with newer weights than the first token of their answer.
-
-        Such a token was sampled with cached keys and values of older weights. An answer is an unbroken run of sampled
-        tokens.
-        Every turn of an environment is an answer with its own prefill.
-        """
-        return after_update([self.versions])[0]
-
 
 def train_sequence(
     sequence_id: int, token_ids: Sequence[int] | np.ndarray, loss_mask: np.ndarray, *, temperature: float = 1.0,
@@ -152,7 +140,12 @@ def train_sequence(
 
 
 def after_update(versions: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return ``TrainSequence.after_update`` of sequences with these ``versions``."""
+    """Return for sequences with these ``versions``, [T] each: bool [T], True on tokens that were sampled with newer
+    weights than the first token of their answer.
+
+    Such a token was sampled with cached keys and values of older weights. An answer is an unbroken run of sampled
+    tokens. Every turn of an environment is an answer with its own prefill.
+    """
     together = np.concatenate(versions)
     bounds = bounds_of([len(each) for each in versions])
     is_sampled = together >= 0

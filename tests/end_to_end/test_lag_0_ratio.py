@@ -26,7 +26,6 @@ from async_rl.net.codec import decode_group, encode_group
 from async_rl.queue.core.groups import read_summary, why_unfit
 from async_rl.queue.messages import TakenGroup
 from async_rl.records import Group, Lease, Rollout
-from async_rl.sampling_mask import pack_ids
 from tests.generator.leases import make_lease
 from tests.learner.tiny import tiny_config, tiny_model
 
@@ -104,14 +103,3 @@ def test_a_step_over_all_combinations_finds_no_mismatch_however_it_is_cut(
     assert (stats.ratio_mean, stats.ratio_max, stats.ess) == pytest.approx((1.0, 1.0, 1.0), abs=1e-5)
     assert stats.grad_norm > 0
     assert (cut_stats.grad_norm, cut_stats.entropy) == pytest.approx((stats.grad_norm, stats.entropy), rel=1e-4)
-
-
-def test_sets_of_another_models_tokens_are_refused(root: Path, groups: list[tuple[Lease, Group]]):
-    config = tiny_config(root, "model")
-    engine = FsdpEngine(config, init_ranks(config))
-    sequence = train_sequences(groups[1:2])[0]
-    num = np.count_nonzero(sequence.loss_mask)
-    strange = pack_ids(np.ones(num, np.int64), np.full(num, VOCABULARY), vocab_size=10 * VOCABULARY)
-    with pytest.raises(ValueError, match="vocabulary size 200 in its sampling mask, got 200; check that its generator"):
-        engine.update([replace(sequence, sampling_mask=strange)], version=0)
-    engine.close()

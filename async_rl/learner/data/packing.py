@@ -10,27 +10,23 @@ of its sequences placed end to end, S = its sequences, N = its predicted tokens 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-from async_rl.errors import WireError
 from async_rl.learner.data.balance import Sizes, Work, dealt, packed_bins, padded_bins
 from async_rl.learner.data.beginnings import Computed, beginnings, computed, num_shared, sorted_by_key
 from async_rl.learner.interface import PaddedCost
 from async_rl.learner.sequences import COLUMNS, TokenColumns, TrainSequence, after_update, bounds_of, train_sequence
-from async_rl.net.wire import SAME_VERSION
 from async_rl.sampling_mask import NOTHING_LEFT_OUT, SamplingMask, join
 
 Packing = Literal["packed", "padded"]
 """How a model computes a micro-batch: as one row without padding, or with each sequence as a row that is padded."""
 
 _ROW_TOKENS_ONLY = Work()
-# The arrays of so many sequences are computed together: more would leave the processor's cache.
-_SEQUENCES_AT_ONCE = 32
 _DUMMY_ID = -1
 _BUG = "this is a bug in async-rl, please report it"
 _OPTIONAL = tuple(name for name, column in COLUMNS.items() if column.is_optional)
@@ -45,7 +41,7 @@ class MicroBatch(TokenColumns[np.ndarray]):
         token_index: int32 [E], the index into T of each sequence token; indices of a shared beginning occur repeatedly.
         cu_seqlens: int32 [S + 1], the place in E where each sequence starts.
         predict_index: int32 [N], the place in T of the hidden state that predicts each trained token.
-        targets: int32 [N]; temperatures: float32 [N]; after_update: bool [N], as ``TrainSequence.after_update``.
+        targets: int32 [N]; temperatures: float32 [N]; after_update: bool [N], as ``sequences.after_update``.
         routes: uint16 [T * L * K], the experts of the row's tokens; [0] if the model's routers choose. Sequences share
             a prompt only if its routes are the same.
         mask_sizes: int32 [N], mask_words: int32 [W], as in ``SamplingMask``; both [0] if nothing was left out.
@@ -96,7 +92,7 @@ def pack(
 
     Raises:
         ValueError: a sequence is longer than ``max_tokens``, is empty, or trains on its first token (which nothing
-            predicts); its arrays differ in length; or only some sequences have optional values or routes.
+            predicts); its arrays differ in length; or only some sequences have optional values.
     """
     for sequence in sequences:
         _check(sequence, max_tokens)
@@ -106,9 +102,6 @@ def pack(
             raise ValueError(
                 f"expected {name} of all {len(sequences)} sequences or of none, got {len(given)}: {given}; {_BUG}"
             )
-    num_routed = sum(s.routes is not None for s in sequences)
-    if num_routed not in (0, len(sequences)):
-        raise ValueError(f"expected routes of all {len(sequences)} sequences or of none, got {num_routed}; {_BUG}")
     spans = [_span(sequence) for sequence in sequences]
     order = sorted_by_key([span.computed for span in spans])
     neighbours = pairwise(order)
@@ -121,9 +114,7 @@ def pack(
     divide = packed_bins if packing == "packed" else padded_bins
     min_rounds = max(1, min(min_rounds, len(sequences) // num_ranks))
     ranks = dealt(divide(sizes, max_tokens=max_tokens, num_ranks=num_ranks, min_rounds=min_rounds), num_ranks)
-    return [
-        [batch for chunk in _chunks(members) for batch in _micro_batches(sequences, spans, chunk)] for members in ranks
-    ]
+    return [_micro_batches(sequences, spans, members) for members in ranks]
 
 
 def padded_cost(parts: Sequence[Sequence[MicroBatch]]) -> PaddedCost:
@@ -143,16 +134,11 @@ def by_sequence(parts: Sequence[Sequence[MicroBatch]], values: Sequence[np.ndarr
     Args:
         parts: the micro-batches of each rank.
         values: for each rank, one value per trained token, micro-batch after micro-batch.
-
-    Raises:
-        ValueError: a rank does not have exactly one value per trained token.
     """
     found: dict[int, np.ndarray] = {}
     for micro_batches, of_rank in zip(parts, values, strict=True):
         counts = [np.bincount(mb.sequence_index, minlength=len(mb.sequence_ids)) for mb in micro_batches]
         ends = np.cumsum(np.concatenate(counts))
-        if len(of_rank) != ends[-1]:
-            raise ValueError(f"expected {ends[-1]} values, one per trained token, got {len(of_rank)}; {_BUG}")
         ids = np.concatenate([mb.sequence_ids for mb in micro_batches])
         found |= dict(zip(ids.tolist(), np.split(of_rank, ends[:-1]), strict=True))
     found.pop(_DUMMY_ID, None)
@@ -178,18 +164,9 @@ def from_arrays(arrays: Sequence[np.ndarray]) -> MicroBatch:
     The arrays are copied, because those from the wire are read-only, which torch refuses.
 
     Raises:
-        WireError: the number of arrays is wrong, or one has another dtype or number of dimensions.
+        ValueError: the number of arrays is wrong.
     """
-    if len(arrays) != len(_DTYPES):
-        raise WireError(f"expected the {len(_DTYPES)} arrays of a micro-batch, got {len(arrays)}; {SAME_VERSION}")
-    for (name, dtype), array in zip(_DTYPES.items(), arrays, strict=True):
-        is_wide = name in COLUMNS and COLUMNS[name].is_wide and array.size > 0
-        if array.dtype != dtype or array.ndim != (2 if is_wide else 1):
-            raise WireError(
-                f"micro-batch: expected {name} as {dtype} {'[n, k]' if is_wide else '[n]'}, got {array.dtype} "
-                f"{list(array.shape)}; {SAME_VERSION}"
-            )
-    return MicroBatch(**{name: np.array(array) for name, array in zip(_DTYPES, arrays, strict=True)})
+    return MicroBatch(**{f.name: np.array(array) for f, array in zip(fields(MicroBatch), arrays, strict=True)})
 
 
 def _check(sequence: TrainSequence, max_tokens: int) -> None:
@@ -199,8 +176,6 @@ def _check(sequence: TrainSequence, max_tokens: int) -> None:
     for name, got in lengths.items():
         if got != length and (got or name not in _OPTIONAL):
             raise ValueError(f"{where}: expected {name} of {length} tokens, got {got}; {_BUG}")
-    if length == 0:
-        raise ValueError(f"{where}: expected at least one token, got none; {_BUG}")
     if length > max_tokens:
         raise ValueError(
             f"{where}: expected at most learner.max_tokens x parallel.sequence = {max_tokens} tokens, got {length}; "
@@ -234,35 +209,19 @@ def _span(sequence: TrainSequence) -> _Span:
     """Return the span of a checked sequence.
 
     Raises:
-        ValueError: it has another number of sampling masks than trained tokens, or too few routes.
+        ValueError: it has another number of sampling masks than trained tokens.
     """
-    mask, where = sequence.loss_mask, f"sequence {sequence.sequence_id}"
+    mask = sequence.loss_mask
     num_trained = int(np.count_nonzero(mask))
     begin = int(mask.argmax()) if num_trained else 1
     end = len(mask) - int(mask[::-1].argmax()) if num_trained else 1
     if sequence.sampling_mask is not None and len(sequence.sampling_mask) != num_trained:
         raise ValueError(
-            f"{where}: expected sampling masks for {num_trained} trained tokens, got {len(sequence.sampling_mask)}; "
-            f"{_BUG}"
+            f"sequence {sequence.sequence_id}: expected sampling masks for {num_trained} trained tokens, got "
+            f"{len(sequence.sampling_mask)}; {_BUG}"
         )
     length = max(1, end - 1)
-    if sequence.routes is not None and len(sequence.routes) < length:
-        raise ValueError(f"{where}: expected routes of {length} tokens, got {len(sequence.routes)}; {_BUG}")
     return _Span(begin, end, num_trained, computed(sequence.token_ids[:length], sequence.routes, prompt=begin))
-
-
-def _chunks(members: Sequence[list[int]]) -> Iterator[list[list[int]]]:
-    """Cut the micro-batches of a rank into chunks of so many sequences that numpy's calls cost little for each."""
-    chunk: list[list[int]] = []
-    num_sequences = 0
-    for each in members:
-        chunk.append(each)
-        num_sequences += len(each)
-        if num_sequences >= _SEQUENCES_AT_ONCE:
-            yield chunk
-            chunk, num_sequences = [], 0
-    if chunk:
-        yield chunk
 
 
 class _Rows(NamedTuple):
@@ -399,6 +358,3 @@ def _sampling_mask(of_sequences: Sequence[SamplingMask | None], num_trained: np.
         return NOTHING_LEFT_OUT
     whole = (SamplingMask(np.zeros(n, np.int32), NOTHING_LEFT_OUT.words) for n in num_trained)
     return join([w if mask is None else mask for mask, w in zip(of_sequences, whole, strict=True)])
-
-
-_DTYPES = {f.name: getattr(dummy_micro_batch(), f.name).dtype for f in fields(MicroBatch)}

@@ -11,7 +11,6 @@ give up and run the layer uncompiled without a word; here it fails instead.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -22,8 +21,6 @@ from async_rl.errors import ModelError
 from async_rl.learner.model.attention import leave_uncompiled
 from async_rl.learner.model.policy_model import DeviceBatch, PolicyModel
 from async_rl.learner.optimizers.optimizer import total_norm
-
-logger = logging.getLogger(__name__)
 
 LIMIT = 64
 """How many times torch may compile one function. Kinds of layers, with and without gradient, one token or several."""
@@ -44,21 +41,6 @@ def compile_layers(policy: PolicyModel) -> None:
     leave_uncompiled()
     for layer in policy.decoder_layers:
         cast(nn.Module, layer).compile(dynamic=True, backend=BACKEND)
-
-
-class GraphCount:
-    """Logs when torch has compiled graphs in this process."""
-
-    def __init__(self) -> None:
-        self._num_logged = 0
-
-    def log(self) -> None:
-        from torch._dynamo.utils import counters
-
-        num_graphs = int(counters["stats"]["unique_graphs"])
-        if num_graphs > self._num_logged:
-            logger.info("learner.compile: compiled %d graphs, %d in all", num_graphs - self._num_logged, num_graphs)
-        self._num_logged = num_graphs
 
 
 def check_compiled(

@@ -155,7 +155,7 @@ class FsdpEngine:
         """Make one optimizer step of a ``model``, as ``Engine.update`` says.
 
         Raises:
-            ValueError: a sequence can't be packed (``packing.pack``), or is newer than ``version``.
+            ValueError: a sequence can't be packed (``packing.pack``).
             TrainingError: another rank failed.
         """
         with self._clock.phase("pack"):
@@ -166,7 +166,6 @@ class FsdpEngine:
             with self._clock.phase("scatter"):
                 self._scatter("update", {"model": model, "version": version, "records": records}, parts)
             stats, peak_bytes, of_ranks = trained.update(parts[0], version, records=records)
-        trained.log_graphs()
         columns = [by_sequence(parts, values) for values in zip(*of_ranks, strict=True)]
         recorded = [sequence.sequence_id for sequence in sequences if sequence.is_recorded and columns]
         return replace(
@@ -180,13 +179,10 @@ class FsdpEngine:
         """Return the log-probabilities of trained tokens, as ``Engine.score`` says.
 
         Raises:
-            ValueError: a sequence can't be packed (``packing.pack``), or there is no reference (``loss.kl_coef`` is 0).
+            ValueError: a sequence can't be packed (``packing.pack``).
             TrainingError: another rank failed.
         """
-        if of == "reference" and not self.policy.has_reference:
-            raise ValueError(
-                "expected a reference model for the scores, but none is loaded: loss.kl_coef is 0; set loss.kl_coef"
-            )
+        assert of == "policy" or self.policy.has_reference
         return self._scores(sequences, by_reference=of == "reference")[0]
 
     def score_policy(self, sequences: Sequence[TrainSequence]) -> dict[int, PolicyScores]:

@@ -152,16 +152,11 @@ class Passes:
     def accumulate(
         self, micro_batches: Sequence[MicroBatch], objective: Objective, version: int, *, records: bool = False
     ) -> Accumulated:
-        """Accumulate the gradients of the loss *sum* of this rank's micro-batches. ``records``: keep ``tokens``, too.
-
-        Raises:
-            ValueError: a token is newer than ``version``.
-        """
+        """Accumulate the gradients of the loss *sum* of this rank's micro-batches. ``records``: keep ``tokens``."""
         results: list[MicroBatchResult] = []
         batches: dict[int, DeviceBatch] = {}
 
         def forward(index: int, received: Tensor | None = None) -> Tensor:
-            _check_versions(micro_batches[index], version)
             with self._clock.phase("forward"):
                 batch = to_device(micro_batches[index], self._ranks.device, self._policy.packing)
                 batches[index] = batch
@@ -298,9 +293,3 @@ def _recorded(tokens: Sequence[TokenResults]) -> tuple[np.ndarray, ...]:
         return ()
     found = ([t.logprobs.float() for t in tokens], [t.entropies.float() for t in tokens], [t.fates() for t in tokens])
     return tuple(torch.cat(values).cpu().numpy() for values in found)
-
-
-def _check_versions(micro_batch: MicroBatch, version: int) -> None:
-    """Raise ValueError if a token is newer than ``version``. A check on the device would make the host wait for it."""
-    if (newest := int(micro_batch.versions.max(initial=version))) > version:
-        raise ValueError(f"expected tokens of versions up to the learner's {version}, got {newest}; {_BUG}")

@@ -25,7 +25,7 @@ from async_rl.errors import ModelError
 from async_rl.learner.checkpoints.files import write_model_files
 from async_rl.learner.checkpoints.stored_tensors import HostCopy, TrainingState, load_training_state
 from async_rl.learner.data.packing import MicroBatch, pack
-from async_rl.learner.engine.compilation import GraphCount, check_compiled, compile_layers
+from async_rl.learner.engine.compilation import check_compiled, compile_layers
 from async_rl.learner.engine.flops import StepFlops, device_peak
 from async_rl.learner.engine.passes import Passes
 from async_rl.learner.interface import UpdateCost, UpdateStats
@@ -48,7 +48,6 @@ from async_rl.learner.phases import PhaseClock, peak_memory_bytes
 from async_rl.learner.ranks import Ranks, compute_dtype
 from async_rl.learner.sequences import TrainSequence
 from async_rl.net.wire import decode, encode
-from async_rl.sampling_mask import largest_id
 
 
 class Updated(NamedTuple):
@@ -127,7 +126,6 @@ class TrainedModel:
         rates = config.optimizer.model_copy(update={"lr": schedule.lr})  # sft, rm and dpo have lr of their own
         self.optimizer = build_optimizer(self.parameters, rates, hidden_matrices(self.model))
         self._num_updates = 0
-        self._graphs = GraphCount() if config.learner.compile else None
         self._files = model_files(config.model.path) if ranks.is_leader else {}
         if ranks.is_leader and head == "value":
             self._files = with_value_config(self._files, self.model.causal_lm)
@@ -201,14 +199,6 @@ class TrainedModel:
         return [self.model] if self.reference is None else [self.model, self.reference]
 
     def pack(self, sequences: Sequence[TrainSequence]) -> list[list[MicroBatch]]:
-        vocab_size = self.model.vocab_size
-        for sequence in sequences:
-            # Checked on the host, because an index out of range makes the CUDA device unusable.
-            if sequence.sampling_mask is not None and (unknown := largest_id(sequence.sampling_mask)) >= vocab_size:
-                raise ValueError(
-                    f"sequence {sequence.sequence_id}: expected token ids below the model's vocabulary size "
-                    f"{vocab_size} in its sampling mask, got {unknown}; check that its generator runs the same model"
-                )
         return pack(
             sequences,
             max_tokens=self.config.longest_sequence,
@@ -385,11 +375,6 @@ class TrainedModel:
         write_model_files(directory, self._files)
         if self.adapters is not None:
             self.adapters.save_config(directory)
-
-    def log_graphs(self) -> None:
-        """Log how often layers were compiled, if they are."""
-        if self._graphs is not None:
-            self._graphs.log()
 
 
 def gathered_scores(scored: Sequence[tuple[Tensor, ...]], ranks: Ranks) -> list[tuple[np.ndarray, ...]]:

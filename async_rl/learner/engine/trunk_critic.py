@@ -157,6 +157,3 @@ class TrunkCritic:
 
     def write_files(self, directory: Path) -> None:
         """The head has no config and no tokenizer."""
-
-    def log_graphs(self) -> None:
-        """The policy logs what is compiled."""

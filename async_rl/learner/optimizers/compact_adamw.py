@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import xxhash
@@ -27,26 +27,12 @@ BLOCK = 64
 """Number of values of a row that have one scale in ``EightBit``, the smallest that bitsandbytes has everywhere."""
 
 
-class Storage(Protocol):
-    """How the running means of the gradient and of its square are stored between two steps."""
-
-    def zeros(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the tensors that store means of 0 for the matrices ``parameter``, sharded as it is, by their kind."""
-        ...
-
-    def read(self, stored: Sequence[Tensor]) -> list[Tensor]:
-        """Return both means of a piece, float32. ``stored`` are the piece's rows of the tensors of ``zeros``."""
-        ...
-
-    def write(self, stored: Sequence[Tensor], means: Sequence[Tensor], generator: torch.Generator) -> None:
-        """Store both means of a piece into ``stored``, with random numbers of ``generator``."""
-        ...
-
-
 class CompactAdamW:
     """AdamW on matrices, whose means have another ``storage`` than float32. It implements ``optimizer.Optimizer``."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig, storage: Storage) -> None:
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig, storage: Bfloat16 | EightBit
+    ) -> None:
         self._parameters, self._config, self._storage = parameters, config, storage
         self._state = {name: storage.zeros(parameter) for name, parameter in parameters.items()}
         self._num_updates = 0
@@ -94,12 +80,15 @@ class Bfloat16:
     """
 
     def zeros(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Return the tensors that store means of 0 for the matrices ``parameter``, sharded as it is, by their kind."""
         return {kind: torch.zeros_like(parameter, dtype=torch.bfloat16) for kind in ("exp_avg", "exp_avg_sq")}
 
     def read(self, stored: Sequence[Tensor]) -> list[Tensor]:
+        """Return both means of a piece, float32. ``stored`` are the piece's rows of the tensors of ``zeros``."""
         return [mean.float() for mean in stored]
 
     def write(self, stored: Sequence[Tensor], means: Sequence[Tensor], generator: torch.Generator) -> None:
+        """Store both means of a piece into ``stored``, with random numbers of ``generator``."""
         for target, mean in zip(stored, means, strict=True):
             target.copy_(rounded_at_random(mean, generator))
 
@@ -113,7 +102,7 @@ def rounded_at_random(values: Tensor, generator: torch.Generator) -> Tensor:
 
 class EightBit:
     """Means in 8-bit codes of bitsandbytes, with a float32 scale for every ``BLOCK`` values of a row
-    (arXiv:2110.02861).
+    (arXiv:2110.02861). Its methods are those of ``Bfloat16``.
 
     There the blocks are cut from the whole tensor. Here a block is part of one row, so a checkpoint can be loaded on
     another number of ranks, which divide the rows. And no mean of a square is rounded to 0, because the quotient of the

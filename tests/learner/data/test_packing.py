@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.errors import WireError
 from async_rl.learner.data.packing import (
     MicroBatch,
     Packing,
@@ -22,7 +21,7 @@ from async_rl.learner.data.packing import (
     to_arrays,
 )
 from async_rl.learner.interface import PaddedCost
-from async_rl.learner.sequences import TrainSequence
+from async_rl.learner.sequences import TrainSequence, after_update
 from async_rl.net import wire
 from async_rl.sampling_mask import pack_ids
 from tests.examples import examples
@@ -103,7 +102,6 @@ def keeping(plain: TrainSequence) -> TrainSequence:
         ([replace(sequence(0, 4), sampling_mask=keeping(sequence(0, 3)).sampling_mask)], "for 3 trained .* got 2"),
         ([sequence(4, 10)], r"sequence 4: .* learner\.max_tokens x parallel\.sequence = 9 tokens, got 10"),
         ([sequence(0, 3, prompt=0)], "nothing predicts a first token"),
-        ([sequence(0, 0)], "at least one token"),
     ],
 )
 def test_sequences_that_can_not_be_packed_are_refused(sequences: Sequence[TrainSequence], named: str):
@@ -258,7 +256,7 @@ def test_cost_of_padded_rows_is_padding_and_prompts_computed_again():
     assert padded_cost([[dummy_micro_batch()]]) == PaddedCost(0.0, 0.0)
 
 
-def test_micro_batches_survive_the_wire_and_damaged_ones_are_refused():
+def test_micro_batches_survive_the_wire():
     [[batch]] = pack([keeping(sequence(0, 4)), sequence(1, 3)], max_tokens=9, num_ranks=1)
     for whole in (batch, dummy_micro_batch()):
         back = from_arrays(wire.decode(wire.encode("micro_batch", {}, to_arrays(whole))).arrays)
@@ -266,10 +264,6 @@ def test_micro_batches_survive_the_wire_and_damaged_ones_are_refused():
             assert sent.dtype == received.dtype
             assert sent.tolist() == received.tolist()
             assert received.flags.writeable
-    first, *others = to_arrays(batch)
-    for arrays, named in (([first, *others[:-1]], "25 arrays .* got 24"), ([first.astype(np.int64), *others], "int64")):
-        with pytest.raises(WireError, match=named):
-            from_arrays(arrays)
 
 
 def test_tokens_after_a_weight_update_are_those_of_newer_weights_than_their_answer_began_with():
@@ -277,7 +271,7 @@ def test_tokens_after_a_weight_update_are_those_of_newer_weights_than_their_answ
     versions = np.array([-1, 1, 1, 1, 2, 2, -1, 2, 3, 3], np.int32)
     # What version 1 sampled is too old to be trained on, and counts all the same.
     whole = replace(sequence(0, len(versions)), loss_mask=versions >= 2, versions=versions)
-    assert np.flatnonzero(whole.after_update).tolist() == [4, 5, 8, 9]
+    assert np.flatnonzero(after_update([versions])[0]).tolist() == [4, 5, 8, 9]
     (micro_batch,) = pack([whole], max_tokens=64, num_ranks=1)[0]
     assert micro_batch.after_update.tolist() == [True, True, False, True, True]
     assert not dummy_micro_batch().after_update.any()

@@ -89,9 +89,6 @@ def assert_same_stats(left: dict[str, Any], right: dict[str, Any]) -> None:
             assert left[key] == pytest.approx(right[key], rel=1e-4, abs=1e-6), key
         elif key == "by_lag":
             np.testing.assert_allclose(left[key], right[key], rtol=1e-4, atol=1e-5)
-        elif key == "mismatch_kl":
-            for (sum_left, n_left), (sum_right, n_right) in zip(left[key].values(), right[key].values(), strict=True):
-                assert (n_left, sum_left) == (n_right, pytest.approx(sum_right, rel=1e-4, abs=1e-6))
         else:
             assert left[key] == right[key] or list(left[key]) == list(right[key]), key
 
@@ -142,13 +139,6 @@ def test_resharding_says_how_often_parameters_are_gathered(two_ranks: Path):
     assert (num_micro_batches >= 3, num_gathers) == (True, num_micro_batches * (3 + 2))
     assert counts("kept for a micro-batch") == [num_micro_batches, num_micro_batches * 3]
     assert counts("kept for a step") == [num_micro_batches, 3]
-
-
-def test_tokens_from_the_future_are_refused(directory: Path):
-    (sequence,) = random_sequences(1, 12)
-    newer = replace(sequence, versions=np.where(sequence.loss_mask, 4, -1).astype(np.int32))
-    with pytest.raises(ValueError, match="versions up to the learner's 3, got 4"):
-        make_engine(directory).update([newer], version=3)
 
 
 def test_every_rank_digests_its_own_shards(two_ranks: Path, tmp_path: Path):
@@ -283,10 +273,7 @@ def test_the_reference_is_the_model_that_the_run_began_from_unless_another_is_na
 
 
 def test_without_a_kl_coefficient_no_reference_is_loaded(directory: Path):
-    engine = make_engine(directory)
-    assert engine.policy.reference is None
-    with pytest.raises(ValueError, match=r"none is loaded: loss.kl_coef is 0"):
-        engine.score(random_sequences(1, 10), of="reference")
+    assert make_engine(directory).policy.reference is None
 
 
 def test_a_reference_that_is_missing_or_has_another_vocabulary_is_refused(
