@@ -37,7 +37,7 @@ from async_rl.learner.loop.step_result import StepResult
 from async_rl.learner.sequences import TrainSequence, train_sequence
 from async_rl.net.wire import SAME_VERSION
 from async_rl.queue.client.clients import LearnerQueue
-from async_rl.queue.messages import Acked, Batch, TakenGroup
+from async_rl.queue.messages import Acked, Batch
 from async_rl.queue.parity import (
     MAX_CONTEXT,
     MAX_SCORED,
@@ -74,14 +74,15 @@ class _Suspicion(NamedTuple):
     mean: float
 
 
-class ParityGate:
+class ParityGate(StepPart):
     """Compares generators with the learner, during one start of the learner.
 
     ``dtype`` is torch's name of the dtype in which the learner computes.
     """
 
-    def __init__(self, config: Config, engine: Engine, queue: LearnerQueue, *, dtype: str) -> None:
+    def __init__(self, config: Config, state: TrainerState, engine: Engine, queue: LearnerQueue, *, dtype: str) -> None:
         self._weights, self._engine, self._queue, self._dtype = config.weights, engine, queue, dtype
+        self._state = state
         self._every, self._limit = config.experimental.parity_every, config.experimental.parity_limit
         self._checked: dict[str, int] = {}
         self._checked_sampled: dict[str, int] = {}
@@ -91,12 +92,10 @@ class ParityGate:
         self._probes: dict[int, bytes] = {}
         self._sent: dict[int, np.ndarray] = {}
         self._material: tuple[TrainSequence, ...] = ()
-        self._alive_generators: tuple[str, ...] = ()
+        self._alive_generators: Sequence[str] = ()
         self._row: dict[str, float] = {}
 
-    def check_sampled(
-        self, taken: Sequence[TakenGroup], prepared: PreparedBatch, lineage: str, *, version: int
-    ) -> PreparedBatch:
+    def check(self, batch: Batch, prepared: PreparedBatch, *, version: int) -> PreparedBatch:
         """Compare the log-probabilities of tokens that generators sampled at ``version``, if a check of a generator is
         due.
 
@@ -106,10 +105,10 @@ class ParityGate:
         Raises:
             ParityError: a difference is above the limit, and its cause is known.
         """
-        owners = [item.group.generator_id for item in taken for _ in item.group.rollouts]
+        owners = [item.group.generator_id for item in batch.groups for _ in item.group.rollouts]
         self._material = _spread(prepared.sequences) or self._material
         self._compare_sampled(prepared, owners, version)
-        self._quarantine(lineage)
+        self._quarantine()
         # The queue has dropped their other groups, so no later batch has any.
         left_out, self._left_out = self._left_out, set()
         return leave_out(
@@ -139,12 +138,13 @@ class ParityGate:
             self._checked_sampled[owner] = version
             self._judge_sampled(owner, mine, joined(mine, scored), version)
 
-    def prepare_probe(self, lineage: str, version: int) -> None:
-        """Compute the learner's log-probabilities of a few sequences at ``version``, if a generator is due for a check.
+    def prepare_probe(self) -> None:
+        """Compute the learner's log-probabilities of a few sequences, if a generator is due for a check.
 
-        ``version`` is the engine's current one. ``take_probe`` returns these sequences, encoded, to announce them. A
-        generator that does not answer gets another probe a few versions later, since it may have skipped this version.
+        ``take_probe`` returns these sequences, encoded, to announce them with the version. A generator that does not
+        answer gets another probe a few versions later, since it may have skipped this version.
         """
+        version = self._state.version
         if not self._material or not any(
             self._is_due(self._checked, generator_id, version) for generator_id in self._alive_generators
         ):
@@ -156,7 +156,7 @@ class ParityGate:
         sequences = [to_train(index, one, version, temperature) for index, one in enumerate(probes)]
         scored = self._engine.score(sequences, of="policy")
         logprobs = tuple(np.asarray(scored[s.sequence_id], np.float32) for s in sequences)
-        probe = Probe(lineage, version, temperature, tuple(probes), logprobs, self._dtype, self._limit)
+        probe = Probe(self._state.lineage, version, temperature, tuple(probes), logprobs, self._dtype, self._limit)
         self._probes[version] = encode_probe(probe)
         self._sent[version] = np.concatenate(logprobs)
         for old in sorted(self._sent)[:-_MAX_OPEN_PROBES]:
@@ -166,21 +166,19 @@ class ParityGate:
         """Remove and return the probe that must be announced with ``version``. Empty if there is none."""
         return self._probes.pop(version, b"")
 
-    def observe(self, lineage: str, version: int, alive_generators: Sequence[str]) -> dict[str, float]:
-        """Compare the generators' answers that have arrived. Return the metrics of this step.
+    def acknowledged(self, acked: Acked) -> None:
+        self._alive_generators = tuple(acked.stats.reports)
 
-        Args:
-            lineage: the learner's lineage.
-            version: the learner's version after this step.
-            alive_generators: ids of the generators that are alive.
+    def record(self, result: StepResult) -> Mapping[str, float]:
+        """Compare the generators' answers that have arrived. Return the metrics of this step.
 
         Raises:
             ParityError: a difference is above the limit.
         """
-        self._alive_generators = tuple(alive_generators)
+        version = self._state.version
         if self._sent:
-            self._collect(self._queue.parity_answers(lineage, min(self._sent)))
-            self._quarantine(lineage)
+            self._collect(self._queue.parity_answers(self._state.lineage, min(self._sent)))
+            self._quarantine()
             if not any(self._is_due(self._checked, generator_id, version) for generator_id in self._alive_generators):
                 self._sent.clear()
         row, self._row = self._row, {}
@@ -281,13 +279,13 @@ class ParityGate:
         logger.info("%s; the learner sends the generator a probe to find the cause", text)
         self._suspects[generator_id] = _Suspicion(text, difference.mean)
 
-    def _quarantine(self, lineage: str) -> None:
+    def _quarantine(self) -> None:
         """Quarantine the generators whose differences were found to be far above the limit."""
         far, self._far = self._far, {}
         for generator_id, text in far.items():
             self._suspects.pop(generator_id, None)
             self._left_out.add(generator_id)
-            self._queue.quarantine(lineage, generator_id, text)
+            self._queue.quarantine(self._state.lineage, generator_id, text)
             logger.warning("parity: generator %s is quarantined: %s", generator_id, text)
 
     def _fail(self, text: str) -> None:
@@ -299,23 +297,6 @@ class ParityGate:
             logger.warning("parity: %s", text)
             return
         raise ParityError(text)
-
-
-class ParityPart(StepPart):
-    """The comparison as a part of the step."""
-
-    def __init__(self, gate: ParityGate, state: TrainerState) -> None:
-        self._gate, self._state = gate, state
-        self._alive_generators: Sequence[str] = ()
-
-    def check(self, batch: Batch, prepared: PreparedBatch, *, version: int) -> PreparedBatch:
-        return self._gate.check_sampled(batch.groups, prepared, self._state.lineage, version=version)
-
-    def acknowledged(self, acked: Acked) -> None:
-        self._alive_generators = tuple(acked.stats.reports)
-
-    def record(self, result: StepResult) -> Mapping[str, float]:
-        return self._gate.observe(self._state.lineage, self._state.version, self._alive_generators)
 
 
 def cause_of_sampled(

@@ -37,17 +37,15 @@ class Published(NamedTuple):
 
 
 class WeightsSender(Protocol):
-    """Sends versions of the weights to the generators."""
+    """Sends versions of the weights to the generators.
 
-    @property
-    def channel(self) -> str:
-        """The address where generators get the weights, as announced to them."""
-        ...
+    Attributes:
+        channel: the address where generators get the weights, as announced to them.
+        ports: the ports of this machine to which generators connect for the weights.
+    """
 
-    @property
-    def ports(self) -> tuple[int, ...]:
-        """The ports of this machine to which generators connect for the weights."""
-        ...
+    channel: str
+    ports: tuple[int, ...]
 
     def publish(
         self, lineage: str, version: int, tensors: NamedTensors, *, tick: Callable[[], None], is_last: bool = False
@@ -75,15 +73,8 @@ class StagedWeights:
 
     def __init__(self, staging: Staging, publisher: Publisher) -> None:
         self._staging, self._publisher = staging, publisher
+        self.channel, self.ports = publisher.address, publisher.ports
         self._gather_s = 0.0
-
-    @property
-    def channel(self) -> str:
-        return self._publisher.address
-
-    @property
-    def ports(self) -> tuple[int, ...]:
-        return self._publisher.ports
 
     def publish(
         self, lineage: str, version: int, tensors: NamedTensors, *, tick: Callable[[], None], is_last: bool = False
@@ -132,16 +123,9 @@ class FixedLagWeights:
 
     def __init__(self, sender: WeightsSender, fixed_lag: int) -> None:
         self._sender, self._fixed_lag = sender, fixed_lag
+        self.channel, self.ports = sender.channel, sender.ports
         self._delayed: dict[int, list[tuple[str, Tensor]]] = {}
         self._published: int | None = None
-
-    @property
-    def channel(self) -> str:
-        return self._sender.channel
-
-    @property
-    def ports(self) -> tuple[int, ...]:
-        return self._sender.ports
 
     def publish(
         self, lineage: str, version: int, tensors: NamedTensors, *, tick: Callable[[], None], is_last: bool = False
@@ -164,7 +148,7 @@ class FixedLagWeights:
 class Probes(Protocol):
     """Sequences that are announced with a version, for the generators to score (``parity.ParityGate``)."""
 
-    def prepare_probe(self, lineage: str, version: int) -> None: ...
+    def prepare_probe(self) -> None: ...
     def take_probe(self, version: int) -> bytes: ...
 
 
@@ -201,7 +185,7 @@ class VersionPublisher:
         """
         state, engine = self._state, self._engine
         if self._probes is not None and not is_last:
-            self._probes.prepare_probe(state.lineage, state.version)
+            self._probes.prepare_probe()
         published = self._weights.publish(state.lineage, state.version, engine.gather(), tick=tick, is_last=is_last)
         fault_point("learner.publishing")  # the version is staged, not announced
         if published is None:

@@ -35,7 +35,7 @@ from async_rl.learner.interface import Critic, Engine
 from async_rl.learner.loop.critic import CriticPart
 from async_rl.learner.loop.idle_sampling import IdleSampling
 from async_rl.learner.loop.mirroring import MirrorPart
-from async_rl.learner.loop.parity import ParityGate, ParityPart
+from async_rl.learner.loop.parity import ParityGate
 from async_rl.learner.loop.parts import StepPart
 from async_rl.learner.loop.publishing import FixedLagWeights, StagedWeights, WeightsSender
 from async_rl.learner.loop.received import DropBias, ReceivedAccuracy
@@ -268,7 +268,7 @@ def _trainer(
     summaries: StepLog, confirm: Callable[[], None],
 ) -> Trainer:  # fmt: skip
     """Return the loop with its real parts, in the order in which a step calls them."""
-    gate = _parity_gate(config, engine, queue, context.device)
+    gate = _parity_gate(config, state, engine, queue, context.device)
     parts = step_parts(
         config, state, gate=gate, critic=context.critic, sampling=context.sampling, address=queue.address
     )
@@ -389,7 +389,7 @@ def step_parts(
     """
     parts: list[StepPart] = [ReceivedAccuracy(config), DropBias()]
     if gate is not None:
-        parts.append(ParityPart(gate, state))
+        parts.append(gate)
     if critic is not None:
         parts.append(CriticPart(critic, config, state))
     if config.checkpoint.mirror is not None:
@@ -399,14 +399,16 @@ def step_parts(
     return parts
 
 
-def _parity_gate(config: Config, engine: Engine, queue: LearnerQueue, device: torch.device) -> ParityGate | None:
+def _parity_gate(
+    config: Config, state: TrainerState, engine: Engine, queue: LearnerQueue, device: torch.device
+) -> ParityGate | None:
     """Return the parity check of this run. None if it is off, or if the backend has no model and so nothing to
     compare.
     """
     if config.weights.parity == "off" or not has_model(config.generator.backend):
         return None
     dtype = str(compute_dtype(config, device)).removeprefix("torch.")
-    return ParityGate(config, engine, queue, dtype=dtype)
+    return ParityGate(config, state, engine, queue, dtype=dtype)
 
 
 @dataclass(frozen=True, slots=True)

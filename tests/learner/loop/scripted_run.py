@@ -197,7 +197,7 @@ class Run:
         if self.config.learner.fixed_lag is not None:
             weights = FixedLagWeights(weights, self.config.learner.fixed_lag)
         queue = cast(LearnerQueue, self.queue)
-        gate = ParityGate(self.config, engine, queue, dtype="float32") if has_parity else None
+        gate = ParityGate(self.config, state, engine, queue, dtype="float32") if has_parity else None
         parts = step_parts(
             self.config, state, gate=gate, critic=getattr(self.engine, "critic", None), sampling=sampling,
             address="tcp://q:1",

@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 
 from async_rl.errors import ParityError
+from async_rl.learner.checkpoints.files import TrainerState
 from async_rl.learner.data.batch import PreparedBatch, prepare_batch
 from async_rl.learner.interface import Engine
 from async_rl.learner.loop.parity import ParityGate
+from async_rl.learner.loop.step_result import StepResult
 from async_rl.learner.sequences import TrainSequence
 from async_rl.queue.client.clients import LearnerQueue
-from async_rl.queue.messages import TakenGroup
+from async_rl.queue.messages import Acked, Batch, GeneratorStats, QueueStats, TakenGroup
 from async_rl.queue.parity import Answer, decode_probe
 from async_rl.records import Group, Prompt, Rollout, TokenSequence
 from tests.learner.tiny import tiny_config
@@ -71,12 +73,14 @@ class Scene:
     def __init__(self, tmp_path: Path, *, experimental: Mapping[str, Any] | None = None, **weights: Any) -> None:
         self.engine, self.queue = FakeEngine(), FakeQueue()
         config = tiny_config(tmp_path, "model", weights=weights, experimental=experimental or {})
-        self.gate = ParityGate(config, cast(Engine, self.engine), cast(LearnerQueue, self.queue), dtype="float32")
+        self.state = TrainerState(lineage="lineage")
+        engine, queue = cast(Engine, self.engine), cast(LearnerQueue, self.queue)
+        self.gate = ParityGate(config, self.state, engine, queue, dtype="float32")
 
     def check(self, groups: Sequence[Group], version: int) -> PreparedBatch:
         taken = tuple(TakenGroup(g, Prompt(g.position, 0, 0, (), {}), 0.0, version) for g in groups)
         prepared = prepare_batch(taken, mask_truncated=False, num_updates=1, known_weights=lambda group: True)
-        return self.gate.check_sampled(taken, prepared, "lineage", version=version)
+        return self.gate.check(Batch(taken), prepared, version=version)
 
     def begin(self, *groups: Group) -> None:
         """Compare what was sampled at version 0, and publish version 1 with a probe for who sampled it."""
@@ -86,7 +90,8 @@ class Scene:
 
     def probed(self, version: int) -> bool:
         """Whether the announcement of ``version`` carries a probe."""
-        self.gate.prepare_probe("lineage", version)
+        self.state.version = version
+        self.gate.prepare_probe()
         self.probe = self.gate.take_probe(version)
         return bool(self.probe)
 
@@ -97,7 +102,10 @@ class Scene:
         self.queue.answers[who] = Answer(probe.version, "transformers", dtype, found, cause, ("weights",))
 
     def observe(self, version: int, *alive_generators: str) -> Mapping[str, float]:
-        return self.gate.observe("lineage", version, alive_generators)
+        self.state.version = version
+        reports = dict.fromkeys(alive_generators, GeneratorStats())
+        self.gate.acknowledged(Acked(QueueStats(0, 0, 0, len(reports), GeneratorStats(), {}, reports=reports)))
+        return self.gate.record(cast(StepResult, None))
 
 
 def make_group(
@@ -247,13 +255,3 @@ def test_an_answer_that_cant_be_compared_quarantines_its_generator(tmp_path: Pat
     scene.queue.answers["a"] = Answer(1, "transformers", "float32", np.array(values[:num_scored], np.float32))
     scene.observe(1, "a")
     assert list(scene.queue.quarantined) == ["a"]
-
-
-def test_a_generator_that_invents_its_logprobs_trains_nothing(tmp_path: Path):
-    # Random tokens to which the learner gives about -8.3 and -5.3, with the logprobs of likely ones.
-    scene = Scene(tmp_path)
-    prepared = scene.check([make_group("a", 0), make_group("b", 0, shift=7.3, position=1)], version=0)
-    assert list(scene.queue.quarantined) == ["b"]
-    assert "7.3 nats" in scene.queue.quarantined["b"]
-    assert prepared.masked == {2: "quarantined", 3: "quarantined"}
-    assert set(prepared.rollout_of.values()) == {0, 1}

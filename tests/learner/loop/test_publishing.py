@@ -13,7 +13,7 @@ class Recorded:
     """A weight plane that keeps what it was given: (version, the weight's value)."""
 
     channel = "tcp://127.0.0.1:1"
-    ports = (1, 2)
+    ports: tuple[int, ...] = (1, 2)
 
     def __init__(self) -> None:
         self.sent: list[tuple[int, float]] = []
