@@ -9,11 +9,12 @@ name, such as ``my_reward.py:score``, and its values are digests.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
+
+import msgspec
 
 from async_rl.config.config import Config
 from async_rl.config.loading import changed_keys, show_change
@@ -55,8 +56,7 @@ def record_change(
     if found:
         kept.append(change)
     if kept != before:
-        lines = (json.dumps({"step": one.step, "changed": one.changed}) for one in kept)
-        write_atomically(run_dir.config_changes, "".join(f"{line}\n" for line in lines))
+        write_atomically(run_dir.config_changes, "".join(f"{msgspec.json.encode(one).decode()}\n" for one in kept))
     return change
 
 
@@ -70,12 +70,8 @@ def read_changes(run_dir: RunDir) -> list[ConfigChange]:
     if not path.exists():
         return []
     try:
-        plain = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        return [
-            ConfigChange(int(one["step"]), {str(key): (old, new) for key, (old, new) in one["changed"].items()})
-            for one in plain
-        ]
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+        return [msgspec.json.decode(line, type=ConfigChange) for line in path.read_bytes().splitlines()]
+    except (OSError, ValueError, RecursionError) as error:
         raise RunError(
             f"can't read {path}: {type(error).__name__}: {error}; delete the file, and the run goes on without its "
             f"list of changed config keys"

@@ -14,15 +14,17 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import logging
 import os
 import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import msgspec
 
 from async_rl.config.config import Config
 from async_rl.errors import LineageError, RunError
@@ -52,7 +54,7 @@ class Holder:
         role: the subcommand of async-rl that the process runs: ``launch``, ``learner``, ``sft``, ``rm`` or ``dpo``.
     """
 
-    pid: int
+    pid: Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)]
     host: str
     role: str
 
@@ -123,8 +125,8 @@ class RunLock:
 
     def record(self, role: str) -> None:
         """Append this process, with its subcommand ``role``, to the holders in the lock file."""
-        line = json.dumps(asdict(Holder(os.getpid(), socket.gethostname(), role))) + "\n"
-        os.pwrite(self.fd, line.encode(), os.fstat(self.fd).st_size)
+        line = msgspec.json.encode(Holder(os.getpid(), socket.gethostname(), role)) + b"\n"
+        os.pwrite(self.fd, line, os.fstat(self.fd).st_size)
 
     def close(self) -> None:
         """Close the lock file in this process. The lock is free when all processes that hold it have closed it."""
@@ -244,20 +246,11 @@ def holder_of(path: Path) -> Holder | None:
 def _read_holders(fd: int) -> list[Holder]:
     """Return the processes named in the open lock file ``fd``: first the one that took the lock, then its children."""
     *lines, _ = os.pread(fd, 1 << 16, 0).decode("utf-8", errors="replace").split("\n")
-    return [holder for line in lines if (holder := _holder(line)) is not None]
-
-
-def _holder(line: str) -> Holder | None:
-    """Return the process that a line of the lock file names. None if the line is damaged: it is only shown."""
-    try:
-        plain = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    match plain:
-        case {"pid": int(pid), "host": str(host), "role": str(role)} if 0 < pid < 1 << 31:
-            return Holder(pid, host, role)
-        case _:
-            return None
+    holders: list[Holder] = []
+    for line in lines:
+        with suppress(ValueError, RecursionError):  # a damaged line, which is only shown
+            holders.append(msgspec.json.decode(line, type=Holder))
+    return holders
 
 
 def _first_living(holders: Sequence[Holder]) -> Holder | None:

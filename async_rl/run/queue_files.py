@@ -14,8 +14,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from async_rl.net.address import check_address
-from async_rl.run.directory import read_json, write_atomically
+from async_rl.run.directory import write_atomically
 
 LEDGER_EVERY_S = 1.0
 _LEDGER_GAP_S = 0.25
@@ -37,14 +39,9 @@ class QueueRecord:
 def read_record(run_dir: Path) -> QueueRecord | None:
     """Return the content of ``queue.json`` in ``run_dir``; None if the file does not exist or is malformed."""
     try:
-        plain = read_json(run_dir / "queue.json")
-    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return msgspec.json.decode((run_dir / "queue.json").read_bytes(), type=QueueRecord)
+    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
         return None
-    match plain:
-        case {"run_id": str(run_id), "pid": int(pid), "address": str(address)}:
-            return QueueRecord(run_id, pid, address)
-        case _:
-            return None
 
 
 def last_port(run_dir: Path, run_id: str) -> int | None:

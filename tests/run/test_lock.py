@@ -145,7 +145,7 @@ def learner_of_a_dead_launch(run_dir: RunDir, log: Path) -> Iterator[subprocess.
     try:
         wait_until("the child", lambda: "inherited True" in log.read_text())
         # As if launch had died: its name is the first in the file.
-        lines = run_dir.lock.read_text().replace(f'"pid": {os.getpid()}', '"pid": 999999999').encode()
+        lines = run_dir.lock.read_text().replace(f'"pid":{os.getpid()}', '"pid":999999999').encode()
         os.pwrite(lock.fd, lines, 0)
         lock.close()
         yield process

@@ -29,7 +29,7 @@ from async_rl.data.vocabulary import check_embedded
 from async_rl.errors import ConfigError, RunError, StoppedError
 from async_rl.extensions.offline.batches import batch_of
 from async_rl.extensions.offline.rows import RowEncoder, digest_of
-from async_rl.learner.checkpoints.files import checkpoint_name, latest_checkpoint, read_extra
+from async_rl.learner.checkpoints.files import latest_checkpoint, read_extra
 from async_rl.learner.checkpoints.resume import find_resume_point, take_over
 from async_rl.learner.checkpoints.writer import CheckpointWriter
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
@@ -44,7 +44,7 @@ from async_rl.net.wire import decode, encode
 from async_rl.output import logged
 from async_rl.process.fault_points import fault_point
 from async_rl.process.stop import StopRequest
-from async_rl.run.directory import RunDir, write_atomically
+from async_rl.run.directory import RunDir, checkpoint_name, write_atomically
 from async_rl.run.following.follower import followed
 from async_rl.run.following.sinks import check_sinks
 from async_rl.run.lock import RunLock, acquire

@@ -22,16 +22,17 @@ import fcntl
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import msgpack
+import msgspec
 
 from async_rl.config.config import Config
 from async_rl.errors import RunError
 from async_rl.learner.checkpoints.digests import MANIFEST
-from async_rl.run.directory import STEP, RunDir, checkpoint_name
+from async_rl.run.directory import STEP, RunDir
 
 MODEL_FILES = "hf"
 """Folder of a checkpoint with the model's config and tokenizer."""
@@ -99,18 +100,7 @@ class TrainerState:
         )  # fmt: skip
 
     def to_plain(self) -> dict[str, Any]:
-        plain = asdict(self)
-        plain["digests"] = {str(version): list(digests) for version, digests in self.digests.items()}
-        plain["pending_evals"] = [list(item) for item in self.pending_evals]
-        return plain
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> Self:
-        names = {f.name for f in fields(cls)}
-        values = {key: value for key, value in plain.items() if key in names}
-        values["digests"] = {int(version): tuple(digests) for version, digests in plain["digests"].items()}
-        values["pending_evals"] = [(str(name), int(step)) for name, step in plain["pending_evals"]]
-        return cls(**values)
+        return msgspec.to_builtins(self, str_keys=True)
 
 
 def model_part(directory: Path, model: str) -> Path:
@@ -124,14 +114,6 @@ def checkpoints_of(run_dir: Path) -> list[Path]:
     """Return the directories that have the name of a checkpoint. Some may be newer than ``latest``, or damaged."""
     root = run_dir / "checkpoints"
     return [p for p in root.iterdir() if STEP.fullmatch(p.name) and p.is_dir()] if root.is_dir() else []
-
-
-def checkpoint_step(path: Path) -> int:
-    """Return the step in the name of a checkpoint."""
-    match = STEP.fullmatch(path.name)
-    if match is None:
-        raise ValueError(f"expected a checkpoint name like {checkpoint_name(0)}, got {path.name!r}; {BUG}")
-    return int(match[1])
 
 
 def latest_checkpoint(run_dir: Path) -> Path | None:
@@ -251,11 +233,10 @@ def run_state(directory: Path, extra: Mapping[str, Any]) -> tuple[str, TrainerSt
     """
     config, queue, plain = (extra.get(key) for key in ("config", "queue", "trainer"))
     try:
-        state = TrainerState.from_plain(cast(Any, plain))
-    except (KeyError, TypeError, ValueError, AttributeError):
+        state = msgspec.convert(plain or None, TrainerState, strict=False)
+    except msgspec.ValidationError:
         state = None
-    is_state = state is not None and type(state.step) is int and type(state.version) is int
-    if state is None or not is_state or not isinstance(config, str) or not isinstance(queue, bytes):
+    if state is None or not isinstance(config, str) or not isinstance(queue, bytes):
         raise RunError(
             f"{directory / _EXTRA}: expected the config, the trainer's state and the queue's snapshot of a run, got "
             f"other data; {USE_ANOTHER}"

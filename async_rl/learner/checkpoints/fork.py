@@ -26,8 +26,6 @@ from async_rl.errors import QueueError, RunError
 from async_rl.learner.checkpoints.digests import find_damage, renew_entry
 from async_rl.learner.checkpoints.files import (
     TrainerState,
-    checkpoint_name,
-    checkpoint_step,
     checkpoints_of,
     read_extra,
     resolve_checkpoint,
@@ -36,7 +34,7 @@ from async_rl.learner.checkpoints.files import (
 )
 from async_rl.learner.checkpoints.writer import commit_latest
 from async_rl.queue.core.persistence import snapshot_for_other_data
-from async_rl.run.directory import RunDir, write_atomically
+from async_rl.run.directory import RunDir, checkpoint_name, step_of, write_atomically
 from async_rl.run.records.starts import read_origin
 from async_rl.run.reuse import starts_over
 
@@ -63,7 +61,7 @@ class ForkPoint:
 
     @property
     def step(self) -> int:
-        return checkpoint_step(self.checkpoint)
+        return step_of(self.checkpoint.name)
 
     @property
     def run_dir(self) -> Path:
@@ -92,7 +90,7 @@ def find_fork_point(source: str) -> ForkPoint:
     else:
         checkpoint = path / "checkpoints" / checkpoint_name(step)
         if not checkpoint.is_dir():
-            there = sorted(checkpoint_step(p) for p in checkpoints_of(path))
+            there = sorted(step_of(p.name) for p in checkpoints_of(path))
             raise RunError(
                 f"--from: expected a step of which {path} has a checkpoint ({', '.join(map(str, there)) or 'none'}), "
                 f"got {step}; name one of these, or keep more with checkpoint.keep_last"

@@ -18,10 +18,10 @@ from pathlib import Path
 
 from async_rl.errors import LineageError, RunError
 from async_rl.learner.checkpoints.digests import find_damage
-from async_rl.learner.checkpoints.files import LATEST, checkpoint_step, checkpoints_of
+from async_rl.learner.checkpoints.files import LATEST, checkpoints_of
 from async_rl.learner.checkpoints.mirror import mirror_line
 from async_rl.learner.checkpoints.writer import commit_latest, remove_leftovers
-from async_rl.run.directory import RunDir, unused
+from async_rl.run.directory import RunDir, step_of, unused
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ def _newest_whole(run_dir: Path, latest: str | None) -> tuple[ResumePoint, list[
     causes: list[str] = []
     latest_file = run_dir / "checkpoints" / LATEST
     steps = {path.name: path for path in checkpoints_of(run_dir)}
-    candidates = sorted(steps.values(), key=checkpoint_step, reverse=True)
+    candidates = sorted(steps.values(), key=lambda path: step_of(path.name), reverse=True)
     if latest in steps:
         # Newer ones are left over from unfinished commits.
         candidates = candidates[candidates.index(steps[latest]) :]

@@ -29,19 +29,16 @@ from async_rl.config.run import CheckpointConfig
 from async_rl.errors import RunError
 from async_rl.learner.checkpoints.digests import write_manifest
 from async_rl.learner.checkpoints.files import (
-    BUG,
     CHECK_DISK,
     LATEST,
     PARTIAL,
-    checkpoint_name,
-    checkpoint_step,
     checkpoints_of,
     latest_checkpoint,
     removing,
 )
 from async_rl.learner.interface import Engine
 from async_rl.process.fault_points import fault_point
-from async_rl.run.directory import STEP
+from async_rl.run.directory import STEP, checkpoint_name, step_of
 
 logger = logging.getLogger(__name__)
 
@@ -110,11 +107,10 @@ class CheckpointWriter:
             RunError: ``latest`` already names ``step`` or a later step, or the files can't be written.
             TypeError: ``extra`` is not plain data.
         """
-        if self._begun is not None:
-            raise RuntimeError(f"expected no save under way, got that of step {self._begun.step}; {BUG}")
+        assert self._begun is None
         self._confirm()
         newest = latest_checkpoint(self._run_dir)
-        if newest is not None and checkpoint_step(newest) >= step:
+        if newest is not None and step_of(newest.name) >= step:
             raise RunError(
                 f"expected a checkpoint beyond {newest}, got one of step {step}: checkpoints/latest was edited while "
                 f"the learner ran; start the learner again"
@@ -167,12 +163,6 @@ class CheckpointWriter:
             commit_latest(self._run_dir, begun.target.name, self._lineage, self._confirm)
         _prune(self._run_dir, begun.step, self._config)
         return Committed(begun.step, begun.target, written_at - begun.began_at)
-
-    def finish(self) -> Committed | None:
-        """Wait until the files are written, and commit them as ``poll`` does."""
-        if self._begun is not None:
-            wait([self._begun.files])
-        return self.poll()
 
     def close(self) -> None:
         """Wait until nothing is being written, and remove what is not committed.
@@ -231,10 +221,10 @@ def remove_leftovers(run_dir: Path) -> None:
     Call it only while this learner is the run's newest: right after the queue has attached it.
     """
     newest = latest_checkpoint(run_dir)
-    newest_step = -1 if newest is None else checkpoint_step(newest)
+    newest_step = -1 if newest is None else step_of(newest.name)
     root = run_dir / "checkpoints"
     for path in root.iterdir() if root.is_dir() else ():
-        is_beyond = STEP.fullmatch(path.name) is not None and checkpoint_step(path) > newest_step
+        is_beyond = STEP.fullmatch(path.name) is not None and step_of(path.name) > newest_step
         if path.name.startswith(PARTIAL) or is_beyond:
             _try_to_remove(path)
         if is_beyond and path.exists():
@@ -244,9 +234,9 @@ def remove_leftovers(run_dir: Path) -> None:
 
 
 def _prune(run_dir: Path, newest_step: int, config: CheckpointConfig) -> None:
-    committed = [path for path in checkpoints_of(run_dir) if checkpoint_step(path) <= newest_step]
-    for path in sorted(committed, key=checkpoint_step)[: -config.keep_last]:
-        if config.keep_every and checkpoint_step(path) % config.keep_every == 0:
+    committed = [path for path in checkpoints_of(run_dir) if step_of(path.name) <= newest_step]
+    for path in sorted(committed, key=lambda path: step_of(path.name))[: -config.keep_last]:
+        if config.keep_every and step_of(path.name) % config.keep_every == 0:
             continue
         with removing(path) as is_free:
             if is_free:

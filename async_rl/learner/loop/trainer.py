@@ -38,7 +38,7 @@ from typing import Any
 from async_rl.config.config import Config
 from async_rl.config.loading import config_to_toml
 from async_rl.errors import CollapseError, LineageError, RunStoppedError, StoppedError
-from async_rl.learner.checkpoints.files import TrainerState, checkpoint_name
+from async_rl.learner.checkpoints.files import TrainerState
 from async_rl.learner.checkpoints.writer import CheckpointWriter
 from async_rl.learner.data.batch import PreparedBatch, prepare_batch, with_scores
 from async_rl.learner.interface import Engine, PolicyScores, UpdateStats
@@ -60,7 +60,7 @@ from async_rl.process.user_code import stored_digests
 from async_rl.queue.client.clients import LearnerQueue
 from async_rl.queue.messages import Acked, Batch, StepAck
 from async_rl.routes import RoutingShape
-from async_rl.run.directory import RunDir
+from async_rl.run.directory import RunDir, checkpoint_name
 from async_rl.run.figures.health import Health, Note
 from async_rl.run.records.eval_records import Decode
 from async_rl.run.records.step_log import Row, iter_rows

@@ -29,16 +29,8 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     """Return an unbiased estimate of pass@k, the probability that at least one of ``k`` answers to a row is correct.
 
     The estimate uses ``num_samples`` answers, of which ``num_correct`` are correct. The formula is eq. 1 of Chen et al.
-    2021.
-
-    Raises:
-        ValueError: ``k`` is not between 1 and ``num_samples``.
+    2021, for ``k`` between 1 and ``num_samples``.
     """
-    if not 1 <= k <= num_samples:
-        raise ValueError(
-            f"pass@k: expected k between 1 and {num_samples}, the number of answers to the row, got {k}; this is a bug "
-            f"in async-rl, please report it"
-        )
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 

@@ -10,8 +10,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from async_rl.errors import RunError
-from async_rl.run.directory import RunDir, read_json
+from async_rl.run.directory import RunDir
 from async_rl.run.records.step_log import Row, iter_rows
 
 _WARM_UP = 0.1
@@ -55,9 +57,8 @@ def read_origin(run_dir: RunDir, remedy: str) -> Origin | None:
     if not run_dir.origin.exists():
         return None
     try:
-        found = read_json(run_dir.origin)
-        return Origin(str(found["run_dir"]), str(found["run_id"]), int(found["step"]))
-    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+        return msgspec.json.decode(run_dir.origin.read_bytes(), type=Origin)
+    except (OSError, ValueError, RecursionError) as error:
         raise RunError(f"can't read {run_dir.origin}: {type(error).__name__}: {error}; {remedy}") from error
 
 

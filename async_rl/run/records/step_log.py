@@ -41,13 +41,8 @@ class StepLog:
         """Append one row to the file. It must have an integer ``step``, and its numbers must be finite.
 
         Raises:
-            ValueError: the row has no integer ``step``, or a number is not finite.
+            ValueError: a number is not finite.
         """
-        if not isinstance(row.get("step"), int):
-            raise ValueError(
-                f"{self._path.name}: expected a row with an integer 'step', got {row.get('step')!r}; this is a bug in "
-                f"async-rl, please report it"
-            )
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()
 
@@ -65,8 +60,8 @@ class StepLog:
         """
         gone: list[Row] = []
         kept: list[Row] = []
-        rows, damaged = _parsed(self._path)
-        for row in rows:
+        damaged: dict[int, str] = {}
+        for row in _rows(self._path, damaged):
             (gone if row["step"] > step or is_gone(row) else kept).append(row)
         self._file.close()
         if gone:
@@ -155,11 +150,7 @@ def read_rows(path: Path, *, is_whole: Callable[[Row], bool] = lambda row: True)
 def iter_rows(path: Path, *, is_whole: Callable[[Row], bool] = lambda row: True) -> Iterator[Row]:
     """Yield the rows of a file one by one, as ``read_rows`` does. A file of a long run needs much memory as a whole."""
     damaged: dict[int, str] = {}
-    for number, line in _numbered_lines(path):
-        if (row := parse_row(line)) is None or not is_whole(row):
-            damaged[number] = line
-        else:
-            yield row
+    yield from _rows(path, damaged, is_whole)
     if damaged and (found := (path, tuple(damaged))) not in _said:
         _said.add(found)
         logger.warning("%s; left out", _complaint(path, damaged))
@@ -214,16 +205,13 @@ def eval_figures(row: Mapping[str, Any], needed: str | None = None) -> dict[str,
     return {dataset: figures for dataset, figures in found.items() if needed is None or needed in figures}
 
 
-def _parsed(path: Path) -> tuple[list[Row], dict[int, str]]:
-    """Return the rows of a file, and its lines that are none by their numbers, which begin with 1."""
-    rows: list[Row] = []
-    damaged: dict[int, str] = {}
+def _rows(path: Path, damaged: dict[int, str], is_whole: Callable[[Row], bool] = lambda row: True) -> Iterator[Row]:
+    """Yield the rows of a file. Put its lines that are none into ``damaged``, by their numbers, which begin with 1."""
     for number, line in _numbered_lines(path):
-        if (row := parse_row(line)) is None:
+        if (row := parse_row(line)) is None or not is_whole(row):
             damaged[number] = line
         else:
-            rows.append(row)
-    return rows, damaged
+            yield row
 
 
 def _numbered_lines(path: Path) -> Iterator[tuple[int, str]]:

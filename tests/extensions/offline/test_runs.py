@@ -18,7 +18,8 @@ from async_rl.data.chat import load_tokenizer
 from async_rl.errors import ConfigError, DataError, ModelError, RunError
 from async_rl.extensions.offline.batches import batch_of
 from async_rl.extensions.offline.tasks import train
-from async_rl.learner.checkpoints.files import checkpoint_name, latest_checkpoint
+from async_rl.learner.checkpoints.files import latest_checkpoint
+from async_rl.run.directory import checkpoint_name
 from tests.end_to_end.harness import wait_until
 from tests.extensions.offline.offline_run import begin, exported, in_step, metrics, offline_config
 from tests.fault_points import OFFLINE_FAULT_POINTS

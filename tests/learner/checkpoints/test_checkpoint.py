@@ -117,7 +117,7 @@ def test_the_newest_and_the_multiples_of_keep_every_are_kept(tmp_path: Path):
     writer = CheckpointWriter(cast(Engine, FileEngine()), tmp_path, config, lineage="l1", confirm=lambda: None)
     for step in (2, 4, 6, 8, 9, 10):  # 9 is of a stop
         writer.begin(step, {})
-        writer.finish()
+        writer.poll()
     assert names(tmp_path) == ["latest", "step-000004", "step-000008", "step-000009", "step-000010"]
     for every in (0, 3):
         with pytest.raises(ValidationError, match=f"expected a multiple of checkpoint.every = {every}"):
