@@ -31,7 +31,8 @@ def check_queue_address(config: Config, *, insecure: bool, may_run: bool = False
     queue server answers there.
 
     Raises:
-        AddressError: as ``check_bindable``.
+        AddressError: the address is in use, belongs to another machine, can't be reached by others, or can be reached
+            from the network although there are no keys and ``insecure`` is false.
     """
     address = config.queue.address
     if address is None:
@@ -41,27 +42,14 @@ def check_queue_address(config: Config, *, insecure: bool, may_run: bool = False
     if record is not None and answering_run(record.address, 2.0, client_keys_of(config.queue.keys)) == record.run_id:
         yield Finding("queue.address", "OK", f"this run's queue server answers at {record.address}")
         return
-    check_bindable(config.queue, insecure=insecure)
-    yield Finding("queue.address", "OK", f"{address} can be bound")
-
-
-def check_bindable(queue: QueueConfig, *, insecure: bool) -> None:
-    """Check that a queue server on this machine could bind ``queue.address`` now. Do nothing if the key is unset.
-
-    Raises:
-        AddressError: the address is in use, belongs to another machine, can't be reached by others, or can be reached
-            from the network although there are no keys and ``insecure`` is false.
-    """
-    address = queue.address
-    if address is None:
-        return
-    check_reachable(queue, insecure=insecure)
+    check_reachable(config.queue, insecure=insecure)
     try:
         _try_bind(address)
     except AddressError as error:
         raise AddressError(
             f"queue.address: {error}, or leave queue.address out for any free port on loopback"
         ) from None
+    yield Finding("queue.address", "OK", f"{address} can be bound")
 
 
 def _try_bind(address: str) -> None:

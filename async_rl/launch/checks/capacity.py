@@ -10,10 +10,8 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Self
 
 from async_rl.config.config import Config
 from async_rl.config.generator import AUTO, FALLBACK, has_model
@@ -169,67 +167,47 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(_existing(path)).free
 
 
-@dataclass(frozen=True, slots=True)
-class HostMemory:
-    """The bytes of the host's memory that the processes of ``launch`` need at least, without those of ``processes``.
-
-    Attributes:
-        learner: all its ranks.
-        generator: each generator.
-        num_generators: number of generators.
-        scorers: all scorers that ``launch`` starts.
-        processes: what all processes take without models and groups.
+def host_bytes(config: Config, device: str) -> tuple[int, int, int, int]:
+    """Return the bytes of the host's memory that ``launch`` needs at least with a ``device``, "cpu" or "cuda": for the
+    learner, all generators, all scorers; and for all processes without models and groups.
     """
-
-    learner: int
-    generator: int
-    num_generators: int
-    scorers: int
-    processes: int
-
-    @classmethod
-    def of(cls, config: Config, device: str) -> Self:
-        """Return what ``config`` needs beside a ``device``, "cpu" or "cuda"."""
-        learner, generator = learner_bytes(config, device), generator_bytes(config, device)
-        scorers = scorer_bytes(config) if device == "cpu" else 0
-        return cls(learner, generator, config.generator.count, scorers, process_bytes(config))
-
-    @property
-    def models(self) -> int:
-        """All but ``processes``."""
-        return self.learner + self.num_generators * self.generator + self.scorers
+    generators = config.generator.count * generator_bytes(config, device)
+    scorers = scorer_bytes(config) if device == "cpu" else 0
+    return learner_bytes(config, device), generators, scorers, process_bytes(config)
 
 
 def check_memory(config: Config, machines: Machines | None = None) -> Iterator[Finding]:
     """Check that the host has memory for the processes that ``launch`` starts, within the limit of this process's
     cgroup; or that the hosts of ``machines`` have. Without room for what they take besides models it is a warning.
     """
-    needed = HostMemory.of(config, "cuda" if machines or has_gpu() else "cpu")
+    device = "cuda" if machines or has_gpu() else "cpu"
+    learner, generators, scorers, processes = host_bytes(config, device)
+    models = learner + generators + scorers
     if machines:
         available = int(machines.num_nodes * machines.host_bytes)
         where = f"{size_text(available)} of {machines.name}"
     else:
         available = _available()
         where = f"{size_text(available)} available of {limit_text()}"
-    parts = f"{size_text(needed.learner)} for the learner, {size_text(needed.generator)} for each of "
-    parts += f"generator.count = {needed.num_generators} generators"
-    parts += f", {size_text(needed.scorers)} for scorers" if needed.scorers else ""
-    if available < needed.models:
+    if available < models:
+        parts = f"{size_text(learner)} for the learner, {size_text(generator_bytes(config, device))} for each of "
+        parts += f"generator.count = {config.generator.count} generators"
+        parts += f", {size_text(scorers)} for scorers" if scorers else ""
         offload = "" if config.learner.offload == "none" else ', learner.offload = "none"'
         yield Finding(
-            "memory", "FAIL", f"expected memory for at least {size_text(needed.models)} ({parts}), got {where}",
+            "memory", "FAIL", f"expected memory for at least {size_text(models)} ({parts}), got {where}",
             fix=f"end other processes, lower generator.count, set lora.rank{offload} or checkpoint.asynchronous = "
             f"false, or take a smaller model or a machine with more memory",
         )  # fmt: skip
-    elif available < needed.models + needed.processes:
-        text = f"expected {size_text(needed.models + needed.processes)} for the processes that launch starts (about "
-        text += f"{size_text(needed.processes)} without their models), got {where}"
+    elif available < models + processes:
+        text = f"expected {size_text(models + processes)} for the processes that launch starts (about "
+        text += f"{size_text(processes)} without their models), got {where}"
         fix = "the kernel may kill some: raise the limit, end other processes, or lower generator.count"
         yield Finding("memory", "WARN", text, fix=fix)
     else:
-        models = f"learner and generators take at least {size_text(needed.models)}"
-        text = f"{where}; {models if needed.models else 'the model is small or its size is unknown'}, and all "
-        yield Finding("memory", "OK", f"{text}processes about {size_text(needed.processes)} without their models")
+        least = f"learner and generators take at least {size_text(models)}"
+        text = f"{where}; {least if models else 'the model is small or its size is unknown'}, and all "
+        yield Finding("memory", "OK", f"{text}processes about {size_text(processes)} without their models")
 
 
 def _available() -> int:

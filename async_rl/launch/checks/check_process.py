@@ -12,13 +12,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import IO, Any
 
 import msgspec
 
-from async_rl.errors import AsyncRLError
-from async_rl.launch.checks.finding import Finding
+from async_rl.launch.checks.finding import Finding, made
 from async_rl.process.child import module_command, package_environment
 
 _LAST_LINES = 3
@@ -67,7 +65,7 @@ class CheckProcess:
         finally:
             self.close()
         try:
-            return [Finding.from_plain(plain) for plain in json.loads(output)]
+            return msgspec.json.decode(output, type=list[Finding])
         except ValueError:
             text = f"{self._what} ended with exit code {self._process.returncode}"
             return [Finding(self._name, "FAIL", text, self._fix, self._last_lines())]
@@ -101,17 +99,13 @@ def _child(function: str) -> None:
     from async_rl.process.child import exit_on_sigterm
 
     exit_on_sigterm()
-    answer = os.fdopen(os.dup(1), "w")
+    answer = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     module, _, name = function.partition(":")
     arguments = json.load(sys.stdin)
-    findings: list[Finding] = []
     check = getattr(importlib.import_module(module), name)
-    try:
-        findings.extend(check(**arguments))
-    except AsyncRLError as error:
-        findings.append(Finding.of_message(arguments.get("check", name), error))
-    json.dump([asdict(finding) for finding in findings], answer)
+    findings = made(arguments.get("check", name), lambda: check(**arguments))
+    answer.write(msgspec.json.encode(findings))
     answer.flush()
     # Do not wait for what the check left running, such as an engine's threads.
     os._exit(0)

@@ -12,9 +12,8 @@ from functools import partial
 
 from async_rl.config.config import Config
 from async_rl.config.loading import config_data
-from async_rl.errors import AsyncRLError
 from async_rl.launch.checks.check_process import CheckProcess, overdue_finding
-from async_rl.launch.checks.finding import Finding
+from async_rl.launch.checks.finding import Finding, made
 from async_rl.launch.checks.prediction import on_machines, tokens_of
 from async_rl.launch.checks.start import Check, Start
 from async_rl.launch.checks.table import NOT_MADE, caught, checks_of, findings_of
@@ -37,9 +36,7 @@ def run_in_thread(name: str, check: Callable[[], Iterable[Finding]], deadline_s:
 
     def work() -> None:
         try:
-            findings.extend(check())
-        except AsyncRLError as error:
-            findings.append(Finding.of_message(name, error))
+            findings.extend(made(name, check))
         except Exception as error:  # a check that fails is a finding too
             fix = "this is a bug in async-rl or in a package that it calls; please report it with this message"
             findings.append(Finding(name, "FAIL", f"{type(error).__name__}: {error}", fix=fix))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Self
 
+from async_rl.errors import AsyncRLError
 from async_rl.terminal import visible
 
 State = Literal["OK", "WARN", "FAIL", "skip"]
@@ -35,11 +36,6 @@ class Finding:
     details: str = ""
 
     @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> Finding:
-        """Return the finding that ``dataclasses.asdict`` converted to the mapping ``plain``."""
-        return cls(**plain)
-
-    @classmethod
     def of_message(cls, check: str, message: object, state: State = "FAIL") -> Self:
         """Return a finding with an error, or another message. Its last clause, which says what to do, is the fix.
 
@@ -57,6 +53,16 @@ class Finding:
         text = self.found if _BEGINS_WITH_KEY.match(self.found) else f"{self.check}: {self.found}"
         text = f"{text}; {self.fix}" if self.fix else text
         return f"{text}\n{self.details}" if self.details and self.state == "FAIL" else text
+
+
+def made(check: str, make: Callable[[], Iterable[Finding]]) -> list[Finding]:
+    """Return what ``make`` finds, and at last a FAIL of ``check`` with the error of async-rl that it raises, if any."""
+    findings: list[Finding] = []
+    try:
+        findings.extend(make())
+    except AsyncRLError as error:
+        findings.append(Finding.of_message(check, error))
+    return findings
 
 
 def warnings(check: str, message: str) -> list[Finding]:

@@ -16,7 +16,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 from async_rl.config.config import Config
-from async_rl.errors import AsyncRLError, QueueError, WeightsError
+from async_rl.errors import QueueError, WeightsError
 from async_rl.generator.backend import Backend
 from async_rl.generator.start.rollouts import RolloutSetup, open_rollouts
 from async_rl.generator.start.worker import (
@@ -28,7 +28,7 @@ from async_rl.generator.start.worker import (
 )
 from async_rl.launch.checks.check_process import CheckProcess
 from async_rl.launch.checks.doctor import run_in_thread, run_table
-from async_rl.launch.checks.finding import Finding, exit_code
+from async_rl.launch.checks.finding import Finding, exit_code, made
 from async_rl.launch.checks.start import Start
 from async_rl.launch.checks.table import checks_of
 from async_rl.net.address import check_address, refuse_open_connect
@@ -177,7 +177,7 @@ def check_generator(
         directory = stack.enter_context(scratch_directory())
         write_files(directory, welcome.files)
         digests = read_digests(welcome.files.get(DIGESTS_FILE))
-        rows = _rows_of("reward", lambda: _check_reward(config, digests, stack))
+        rows = made("reward", lambda: _check_reward(config, digests, stack))
         is_trusted = insecure or config.weights.trusted_network
         receiver = Receiver(
             queue.generator_id, insecure=is_trusted, keys=None if path is None else ClientKeys.load(path),
@@ -186,7 +186,7 @@ def check_generator(
         stack.enter_context(closing(receiver))
         received: list[ReceivedWeights] = []
         deadline = started + _TRANSFER_SHARE * deadline_s
-        rows += _rows_of("weights", lambda: _check_transfer(queue, receiver, deadline, received.append))
+        rows += made("weights", lambda: _check_transfer(queue, receiver, deadline, received.append))
         backends: list[Backend] = []
 
         def check_engine() -> list[Finding]:
@@ -195,18 +195,10 @@ def check_generator(
             )
             return _check_engine(backends[0], config, received)
 
-        rows += _rows_of("engine", check_engine)
+        rows += made("engine", check_engine)
         if backends and config.environment.is_set and config.environment.relay is None:
-            rows += _rows_of("environment", lambda: _check_environment(config, directory, backends[0], digests, stack))
+            rows += made("environment", lambda: _check_environment(config, directory, backends[0], digests, stack))
     return rows
-
-
-def _rows_of(name: str, check: Callable[[], list[Finding]]) -> list[Finding]:
-    """Return the findings of ``check``, or a FAIL with the error that it raises."""
-    try:
-        return check()
-    except AsyncRLError as error:
-        return [Finding.of_message(name, error)]
 
 
 def _check_reward(config: Config, digests: Mapping[str, str] | None, stack: ExitStack) -> list[Finding]:

@@ -124,19 +124,3 @@ def check_routing(config: Config) -> None:
     """
     if config.model.routing_replay:
         model_routing(config.model.path)
-
-
-def check_fake_vocabulary(config: Config) -> None:
-    """Check that a backend without a model (``fake``) samples only token ids that the learner's model knows.
-
-    Raises:
-        ConfigError: ``experimental.fake.vocab_size`` is larger than the model's vocabulary.
-    """
-    if config.own_vocab_size is None:
-        return
-    vocabulary = vocabulary_size(config.model.path)
-    if vocabulary is not None and config.own_vocab_size > vocabulary:
-        raise ConfigError(
-            f"experimental.fake.vocab_size: expected at most {vocabulary}, the model's vocab_size, got "
-            f"{config.experimental.fake.vocab_size}; lower it"
-        )

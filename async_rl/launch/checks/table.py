@@ -16,12 +16,12 @@ from async_rl.config.document import preset_line
 from async_rl.config.extension import check_extension_settings
 from async_rl.config.loading import parse_config
 from async_rl.data.untrained_rows import untrained_end
-from async_rl.errors import RunError, UserError
+from async_rl.errors import RunError
 from async_rl.launch.checks import addresses, data, machine, models, rewards, settings
 from async_rl.launch.checks.capacity import check_disk, check_memory, find_size
 from async_rl.launch.checks.device_memory import check_device_memory
 from async_rl.launch.checks.extensions import find_packages
-from async_rl.launch.checks.finding import Finding, warnings
+from async_rl.launch.checks.finding import Finding, made, warnings
 from async_rl.launch.checks.prediction import find_prediction
 from async_rl.launch.checks.start import Check, Role, Start
 from async_rl.launch.checks.user_code_trial import try_loss
@@ -145,7 +145,6 @@ CHECKS: tuple[Check, ...] = (
     Check("environment.relay", "machine", _LAUNCH,
           lambda s: () if s.config.environment.relay is None else _offered("relay", s)),
     Check("judge", "files", _LAUNCH, lambda s: rewards.check_judge(s.config)),
-    Check("experimental.fake", "files", _LAUNCH, lambda s: settings.check_fake_vocabulary(s.config), needs=("model",)),
     Check("own reward", "trial", _LAUNCH, lambda s: rewards.try_own_reward(s.config, s.rows), needs=("data", "code")),
     Check("environment", "trial", _LAUNCH, _environment, needs=("data", "code")),
     Check("loss", "trial", _LEARNERS, lambda s: try_loss(s.config)),
@@ -180,12 +179,9 @@ def findings_of(checks: Iterable[Check], make: Callable[[Check], Iterable[Findin
         yield Finding(NOT_MADE, "skip", f"{', '.join(skipped)}: they need what failed")
 
 
-def caught(check: Check, start: Start) -> Iterator[Finding]:
-    """Make ``check``. An error for the user is a FAIL."""
-    try:
-        yield from check.findings(start)
-    except UserError as error:
-        yield Finding.of_message(check.name, error)
+def caught(check: Check, start: Start) -> list[Finding]:
+    """Make ``check``. An error is a FAIL."""
+    return made(check.name, lambda: check.findings(start))
 
 
 def make_alone(name: str, config: dict[str, Any], role: Role, insecure: bool, connect: str | None) -> list[Finding]:

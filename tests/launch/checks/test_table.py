@@ -20,7 +20,6 @@ from async_rl.config.loading import config_data, config_to_toml, parse_config
 from async_rl.errors import AddressError
 from async_rl.extensions.quickstart import sums
 from async_rl.launch.checks import capacity, machine, node
-from async_rl.launch.checks.capacity import HostMemory
 from async_rl.launch.checks.doctor import run_in_thread
 from async_rl.launch.checks.finding import Finding
 from async_rl.launch.checks.table import CHECKS
@@ -103,10 +102,6 @@ LAUNCHED: dict[str, tuple[str, dict[str, Any]]] = {
     "learner.generate_groups": ("ranks", ALONE),
     "parallel.pipeline": ("parallel", {"parallel": {"pipeline": 3}, "learner": {"nproc": 3}}),
     "generator.memory": ("engine keys", {"generator": {"backend": "transformers", "memory_fraction": 0.5}}),
-    "experimental.fake.vocab_size": (
-        "experimental.fake",
-        {"generator": {"backend": "fake"}, "experimental": {"fake": {"vocab_size": 10**6}}},
-    ),
 }
 
 
@@ -180,7 +175,7 @@ def test_a_network_file_system_and_a_full_disk(root: Path, monkeypatch: pytest.M
 def test_memory_for_the_models_alone_is_a_warning(root: Path, monkeypatch: pytest.MonkeyPatch, more: int, state: str):
     config = make_config(root)
     monkeypatch.setattr(capacity, "has_gpu", lambda: False)
-    needed = HostMemory.of(config, "cpu").models + HostMemory.of(config, "cpu").processes
+    needed = sum(capacity.host_bytes(config, "cpu"))
     monkeypatch.setattr(capacity, "available_memory", lambda with_swap: needed + more)
     (found,) = made(config, "memory")
     assert (found.state, bool(found.fix)) == (state, state == "WARN")
