@@ -46,12 +46,6 @@ def can_redraw(stream: TextIO) -> bool:
     return stream.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 
 
-def in_notebook() -> bool:
-    """Return whether this process runs the cells of a notebook, which can replace what a cell has shown."""
-    ipython = sys.modules.get("IPython")
-    return ipython is not None and getattr(ipython.get_ipython(), "kernel", None) is not None
-
-
 def new_console(*, quiet: bool = False) -> Console:
     """Return a console that prints plain lines to standard output, also in a notebook, or nothing if ``quiet``."""
     from rich.console import Console

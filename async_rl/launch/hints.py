@@ -32,27 +32,17 @@ class LedgerNotes:
 
     def __init__(self, run_dir: RunDir) -> None:
         self._run_dir = run_dir
-        self._changed_at = self._mtime()
         self._lineage_before = self._read().get("lineage")
         self._given: set[str] = set()
 
     def poll(self) -> list[str]:
         """Return the notes that are new since the last call."""
-        if (changed_at := self._mtime()) == self._changed_at:
-            return []
-        self._changed_at = changed_at
         ledger = self._read()
         if ledger.get("lineage") in (None, self._lineage_before):
             return []
         new = {cause: text for cause, text in ledger.get("group_notes", {}).items() if cause not in self._given}
         self._given |= new.keys()
         return [f"note: {text}" for text in new.values()]
-
-    def _mtime(self) -> int:
-        try:
-            return self._run_dir.ledger.stat().st_mtime_ns
-        except FileNotFoundError:
-            return 0
 
     def _read(self) -> dict[str, Any]:
         try:

@@ -37,7 +37,7 @@ from async_rl.launch.supervisor import Command, Outcome, Supervisor, Timing
 from async_rl.learner.checkpoints.mirror import is_complete, mirror_of
 from async_rl.net.address import check_address
 from async_rl.net.keys import CLIENT_FILE, SECRET_VARIABLE, client_keys_of
-from async_rl.output import Progress, can_redraw, in_notebook, new_console, print_json, prints_to_stderr
+from async_rl.output import Progress, can_redraw, new_console, print_json, prints_to_stderr
 from async_rl.process.child import DEVICES_ARE_DEALT, module_command, package_path
 from async_rl.process.user_code import changed_code, stored_digests
 from async_rl.run.directory import RunDir
@@ -282,7 +282,7 @@ def _run(
     _print_line(shown, f"{name}: {at_most}{num_steps} steps in {run_dir.path} (logs in {run_dir.logs})")
     memory_deaths, say = MemoryDeaths(), partial(_print_line, shown)
     with followed(config, run_dir, lock, say, shows_notes=False) as follower:  # the view shows them
-        if (can_redraw(sys.stdout) or in_notebook()) and not quiet:
+        if can_redraw(sys.stdout) and not quiet:
             view = LiveView(console, run_dir.metrics, num_steps, client_keys_of(config.queue.keys))
         else:
             view = PlainView(shown, run_dir.metrics, num_steps)

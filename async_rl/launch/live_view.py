@@ -1,12 +1,10 @@
-"""Show the progress of a run while ``launch`` runs it: a live table on a terminal or in a notebook, otherwise one line
-per step.
+"""Show the progress of a run while ``launch`` runs it: a live table on a terminal, otherwise one line per step.
 
 The figures come from new rows of ``metrics.jsonl``, and from a thread that asks the queue server for its status.
 """
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import threading
@@ -26,7 +24,6 @@ from async_rl.launch.hints import Hints, LedgerNotes
 from async_rl.launch.status import ask_status, awaited_by, by_trouble, generator_troubles
 from async_rl.launch.supervisor import ProcessStatus
 from async_rl.net.keys import ClientKeys
-from async_rl.output import in_notebook
 from async_rl.run.directory import RunDir
 from async_rl.run.figures.progress import (
     RunProgress,
@@ -45,12 +42,9 @@ POLL_S = 1.0
 STATUS_TIMEOUT_S = 2.0
 REFRESH_S = 0.5
 SHOWN_WAIT_S = 2.0
-MAX_NAMED_PROCESSES = 8
 LINE_EVERY_S = 10.0
 """Seconds between two lines of ``PlainView`` while no step is trained."""
 _MAX_TROUBLES = 3
-_CELL_WIDTH = 110
-"""Width of the table in a notebook, in letters."""
 _LOG_BYTES = 8 << 10
 _LOG_LINE = re.compile(r"^\d{4}-\d\d-\d\d \S+ (?:INFO|WARNING) [\w.]+: (.+)$")
 
@@ -168,35 +162,8 @@ class PlainView(_View):
         self.refresh([])
 
 
-class CellOutput:
-    """Draws the table in the output of a notebook's cell, as ``rich.live.Live`` does on a terminal. Rich itself needs
-    the package ipywidgets for that.
-    """
-
-    def __init__(self) -> None:
-        self._shown: Any = None
-
-    def start(self) -> None:
-        """Do nothing: the first ``update`` shows the table."""
-
-    def stop(self) -> None:
-        """Do nothing: the last table stays."""
-
-    def update(self, table: RenderableType, *, refresh: bool) -> None:
-        from IPython.display import display  # pyright: ignore[reportMissingImports]
-
-        text = io.StringIO()
-        Console(file=text, width=_CELL_WIDTH, force_jupyter=False, emoji=False, color_system=None).print(table)
-        bundle = {"text/plain": text.getvalue()}
-        if self._shown is None:
-            self._shown = display(bundle, raw=True, display_id=True)
-        else:
-            self._shown.update(bundle, raw=True)
-
-
 class LiveView(_View):
-    """Shows a run's progress on a terminal, or in a notebook, as a table that is redrawn twice a second. Events scroll
-    above the table, in a notebook below it.
+    """Shows a run's progress on a terminal as a table that is redrawn twice a second. Events scroll above the table.
 
     ``keys`` are the keys for requests to the queue server; None if the run uses no keys.
     """
@@ -207,7 +174,7 @@ class LiveView(_View):
         self._poller: StatusPoller | None = None
         self._has_queue_ended = False
         self._drawn_at = 0.0
-        self._live = CellOutput() if in_notebook() else Live(console=console, auto_refresh=False, transient=False)
+        self._live = Live(console=console, auto_refresh=False, transient=False)
         self._live.start()
 
     def refresh(self, processes: Sequence[ProcessStatus]) -> None:
@@ -281,30 +248,15 @@ class LiveView(_View):
 
 
 def _processes_text(processes: Sequence[ProcessStatus]) -> RenderableType:
-    """Return text for the terminal that lists all processes with their states.
-
-    If there are more than ``MAX_NAMED_PROCESSES``, the text gives only their number by kind and state.
-    """
-    if len(processes) <= MAX_NAMED_PROCESSES:
-        texts = [Text(_process_line(m.name, m.state, m.num_restarts), style=_style(m.state)) for m in processes]
-    else:
-        kinds: dict[tuple[str, str], list[ProcessStatus]] = {}
-        for process in processes:
-            kinds.setdefault((process.name.partition("-")[0], process.state), []).append(process)
-        texts = [
-            Text(_process_line(kind, f"{len(same)} {state}", sum(m.num_restarts for m in same)), style=_style(state))
-            for (kind, state), same in kinds.items()
-        ]
-    return Columns(texts, padding=(0, 3, 0, 0))
+    """Return text for the terminal that lists all processes with their states."""
+    return Columns([_process_text(process) for process in processes], padding=(0, 3, 0, 0))
 
 
-def _process_line(name: str, state: str, num_restarts: int) -> str:
-    restarts = f", {num_restarts} restart{'s' if num_restarts > 1 else ''}" if num_restarts else ""
-    return f"{name}: {state}{restarts}"
-
-
-def _style(state: str) -> str:
-    return "green" if state in ("running", "done") else "yellow"
+def _process_text(process: ProcessStatus) -> Text:
+    number = process.num_restarts
+    restarts = f", {number} restart{'s' if number > 1 else ''}" if number else ""
+    style = "green" if process.state in ("running", "done") else "yellow"
+    return Text(f"{process.name}: {process.state}{restarts}", style=style)
 
 
 def _waits_text(waits: Sequence[Mapping[str, Any]]) -> str:

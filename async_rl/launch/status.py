@@ -324,9 +324,11 @@ def _generators_table(generators: Sequence[Mapping[str, Any]]) -> Table:
         table.add_column("host", overflow="fold")
     for column in ("version", "busy", "tokens", "tokens/s", "last seen"):
         table.add_column(column, no_wrap=True)
-    shown, unnamed = _most_telling(generators)
-    for index in shown:
-        generator, generator_host = generators[index], hosts[index]
+    troubles = generator_troubles(generators)
+    by_need = sorted(
+        zip(generators, hosts, strict=True), key=lambda g: g[0].get("alive", True) and g[0].get("id") not in troubles
+    )
+    for generator, generator_host in by_need[:_MAX_GENERATORS]:
         stats = generator.get("stats") or {}
         wall_s, max_running = stats.get("wall_s", 0.0), stats.get("max_running", 0)
         active, seen_s = generator.get("active"), generator.get("seen_s_ago")
@@ -342,38 +344,9 @@ def _generators_table(generators: Sequence[Mapping[str, Any]]) -> Table:
             f"{stats['num_tokens'] / wall_s:,.0f}" if wall_s else "-",
             "-" if seen_s is None else f"{gone}{seen_s:.1f} s ago",
         )
-    if unnamed:
-        table.caption, table.caption_justify = _sum_of([generators[index] for index in unnamed]), "left"
+    if (more := len(generators) - _MAX_GENERATORS) > 0:
+        table.caption, table.caption_justify = f"and {more} others; --json shows each", "left"
     return table
-
-
-def _most_telling(generators: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
-    """Return the places of the generators that get a line of their own, and those of the others.
-
-    Of more than ``_MAX_GENERATORS``, those that are gone or have a problem come first.
-    """
-    everyone = list(range(len(generators)))
-    if len(generators) <= _MAX_GENERATORS:
-        return everyone, []
-    troubles = generator_troubles(generators)
-    by_need = sorted(
-        everyone, key=lambda i: generators[i].get("alive", True) and str(generators[i].get("id", "")) not in troubles
-    )
-    return sorted(by_need[:_MAX_GENERATORS]), sorted(by_need[_MAX_GENERATORS:])
-
-
-def _sum_of(generators: Sequence[Mapping[str, Any]]) -> str:
-    """Return one line about generators that have none of their own."""
-    stats = [generator.get("stats") or {} for generator in generators]
-    versions = [generator["active"][1] for generator in generators if generator.get("active")]
-    parts = [f"and {len(generators)} others"]
-    if versions:
-        lowest, highest = min(versions), max(versions)
-        parts.append(f"version {lowest}" if lowest == highest else f"versions {lowest} to {highest}")
-    if room_s := sum(stat.get("wall_s", 0.0) * stat.get("max_running", 0) for stat in stats):
-        parts.append(f"{sum(stat.get('busy_sequence_s', 0.0) for stat in stats) / room_s:.0%} busy")
-    parts.append(f"{sum(stat.get('num_tokens', 0) for stat in stats):,} tokens")
-    return f"{', '.join(parts)}; --json shows each"
 
 
 def by_trouble(troubles: Mapping[str, str]) -> dict[str, str]:

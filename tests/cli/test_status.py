@@ -265,9 +265,9 @@ def test_many_generators_fit_a_screen_which_shows_who_is_in_trouble(capsys: pyte
     assert "generators: 200" in lines
     assert "g150 7 75% of 2 100 10 gone, 0.5 s ago" in lines
     assert [line.split()[0] for line in lines if "0.5 s ago" in line] == [
-        *(f"g{number}" for number in range(17)), "g150", "g160", "g170", "g180", "g190", "g195", "g199"
+        "g150", "g160", "g170", "g180", "g190", "g195", "g199", *(f"g{number}" for number in range(17))
     ]  # fmt: skip
-    assert "and 176 others, versions 7 to 8, 75% busy, 17,600 tokens; --json shows each" in " ".join(lines)
+    assert "and 176 others; --json shows each" in " ".join(lines)
     assert "g160, g170, g180, g190 and 2 others nothing listens" in lines
     assert "g198, g197, g196, g195 and 195 others a lease 0.0 to 19.8" in lines
     assert "learner groups 5.0" in lines

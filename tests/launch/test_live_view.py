@@ -1,16 +1,13 @@
-"""What ``launch`` shows while a run goes: a line a step, or a table on a terminal or in a notebook; and its notes."""
+"""What ``launch`` shows while a run goes: a line a step, or a table on a terminal; and its notes."""
 
 from __future__ import annotations
 
 import io
 import json
-import sys
 import threading
 import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -20,7 +17,6 @@ from async_rl.launch.hints import Hints, LedgerNotes
 from async_rl.launch.live_view import LiveView, PlainView, newest_message
 from async_rl.launch.summary import summary
 from async_rl.launch.supervisor import ProcessStatus
-from async_rl.output import in_notebook, new_console
 from async_rl.run.directory import RunDir
 from async_rl.run.figures.progress import RunProgress, duration, eval_accuracies, eval_lines, step_line
 from async_rl.run.records.step_log import StepLogTail
@@ -117,14 +113,6 @@ def shown_lines(tmp_path: Path, *rows: dict[str, float]) -> list[str]:
 
 def notes_of(tmp_path: Path, *rows: dict[str, float]) -> list[str]:
     return [line for line in shown_lines(tmp_path, *rows) if line.startswith("note")]
-
-
-def test_the_plain_view_prints_a_line_for_each_step(tmp_path: Path):
-    rows = ({"step": 0, "eval/gsm8k/accuracy": 0.5}, a_row(1, **{"reward/mean": 1.0}))
-    assert shown_lines(tmp_path, *rows) == [
-        "eval gsm8k of step 0: accuracy 0.500",
-        "step 1/10 | reward 1 | gsm8k 0.500 @0",
-    ]
 
 
 # --- notes on what goes wrong
@@ -279,21 +267,12 @@ def test_the_table_keeps_what_goes_wrong_until_the_end(tmp_path: Path):
     assert (cells["ESS, KL"], cells["entropy, gradient"]) == ("0.01, 2.5", "0.125, 7.5")
 
 
-def test_the_table_breaks_no_member_over_two_lines_and_counts_many(tmp_path: Path):
+def test_the_table_breaks_no_member_over_two_lines(tmp_path: Path):
     few = [ProcessStatus("queue", "running", 0), *(ProcessStatus(f"generator-{i}", "running", 0) for i in range(5))]
-    many = [*(ProcessStatus(f"generator-{i}", "running", i) for i in range(3)), *few]
     live = console(60, is_terminal=True)
-    for members in (few, [*many, ProcessStatus("learner-0", "done", 0)]):
-        view = LiveView(live, tmp_path / "metrics.jsonl", 10)
-        view.refresh(members)
-        text = live.export_text()
-        view.close()
-        live.export_text()
-        if members is few:
-            assert [m.name for m in few if f"{m.name}: running" not in text] == []
-        else:
-            assert "generator: 8 running, 3 restarts" in text  # 0 + 1 + 2 restarts
-            assert "generator-0" not in text
+    LiveView(live, tmp_path / "metrics.jsonl", 10).refresh(few)
+    text = live.export_text()
+    assert [m.name for m in few if f"{m.name}: running" not in text] == []
 
 
 def log_message(directory: Path, process: str, *lines: str) -> None:
@@ -364,37 +343,3 @@ def test_the_live_view_is_calm_when_the_queue_of_a_finished_run_has_ended(
     assert "learner-0: running" in text
     assert "no answer" not in text
     assert "waiting" not in text
-
-
-# --- a notebook
-
-
-def test_a_notebook_shows_one_table_that_is_replaced_and_lines_as_text(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    shown: list[str] = []
-    output = SimpleNamespace(update=lambda bundle, *, raw: shown.append(bundle["text/plain"]))
-
-    def display(bundle: dict[str, str], *, raw: bool, display_id: bool) -> SimpleNamespace:
-        assert display_id, "else it could not be replaced"
-        output.update(bundle, raw=raw)
-        return output
-
-    ipython: Any = ModuleType("IPython")
-    ipython.get_ipython = lambda: SimpleNamespace(kernel=object())
-    monkeypatch.setitem(sys.modules, "IPython", ipython)
-    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=display))
-    monkeypatch.setenv("FORCE_COLOR", "1")  # as kernels do
-    assert in_notebook()
-    metrics = tmp_path / "metrics.jsonl"
-    view = LiveView(new_console(), metrics, 10)
-    view.refresh([ProcessStatus("queue", "running", 0)])
-    append(metrics, a_row(3))
-    view.note("queue server at tcp://127.0.0.1:5")
-    view.close()
-    first, last = shown
-    assert "0/10" in first
-    assert "queue: running" in first
-    assert "3/10" in last
-    assert "\x1b" not in first + last
-    assert capsys.readouterr().out == "queue server at tcp://127.0.0.1:5\n"
