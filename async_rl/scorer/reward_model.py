@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,18 +24,6 @@ from async_rl.scorer.model_files import model_digest
 from async_rl.scorer.server import Scored
 from async_rl.scorer.transformers_engine import TransformersEngine
 from async_rl.scorer.vllm_engine import VllmEngine
-
-
-class RewardEngine(Protocol):
-    """Computes the scores of texts."""
-
-    def why_too_long(self, num_tokens: int) -> str:
-        """Return why a text of ``num_tokens`` within the model's context can't be scored; empty if it can."""
-        ...
-
-    def score(self, texts: Sequence[np.ndarray]) -> list[float]:
-        """Return the score of each text of ``texts``, token ids int32 [T] with T >= 1. Their number may be 0."""
-        ...
 
 
 class RewardModel:
@@ -55,7 +43,7 @@ class RewardModel:
         self._tokenizer = load_tokenizer(directory, needs_template=False)
         self.vocabulary, self._num_rows = vocabulary_digest(self._tokenizer), vocabulary_size(directory)
         engine = VllmEngine if config.backend == "vllm" else TransformersEngine
-        self._engine: RewardEngine = engine(directory, config, device=device, dtype=dtype)
+        self._engine = engine(directory, config, device=device, dtype=dtype)
         self._max_length = context_length(directory)
 
     def answer(self, questions: Sequence[Received]) -> list[Scored]:

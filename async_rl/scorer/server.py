@@ -12,7 +12,6 @@ from typing import Protocol
 
 import numpy as np
 
-from async_rl.errors import WireError
 from async_rl.net.keys import ServerKeys
 from async_rl.scorer.client.messages import Answer, Received, decode_question, encode_answer
 from async_rl.scorer.questions import Question, WaitingQuestions
@@ -71,8 +70,4 @@ class ScorerServer:
 
     def _encoded(self, question: Question, scored: Scored) -> bytes:
         error, arrays = (scored, ()) if isinstance(scored, str) else ("", scored)
-        answer = Answer(question.request_id, self._model.digest, self._model.vocabulary, error)
-        try:
-            return encode_answer(answer, arrays)
-        except WireError as too_large:
-            return encode_answer(Answer(question.request_id, answer.digest, answer.vocabulary, str(too_large)))
+        return encode_answer(Answer(question.request_id, self._model.digest, self._model.vocabulary, error), arrays)

@@ -21,7 +21,7 @@ from async_rl.errors import ModelError
 
 
 class TransformersEngine:
-    """Scores texts with the model in ``directory``. It is a ``RewardEngine``.
+    """Scores texts with the model in ``directory``.
 
     Raises:
         ModelError: the directory has no sequence-classification model with one label.
@@ -37,7 +37,7 @@ class TransformersEngine:
         return ""
 
     def score(self, texts: Sequence[np.ndarray]) -> list[float]:
-        """Return the score of each text, token ids int32 [T]."""
+        """Return the score of each text, token ids int32 [T] with T >= 1. Their number may be 0."""
         found = [0.0] * len(texts)
         for batch in batches([len(tokens) for tokens in texts], self._max_tokens):
             for index, score in zip(batch, self._scores([texts[index] for index in batch]), strict=True):

@@ -38,7 +38,7 @@ def prepare_process(key: str) -> None:
 
 
 class VllmEngine:
-    """Scores texts with the model in ``directory``. It is a ``RewardEngine``. Call ``prepare_process`` first.
+    """Scores texts with the model in ``directory``, as ``TransformersEngine`` does. Call ``prepare_process`` first.
 
     Raises:
         ModelError: the directory has no sequence-classification model with one label and a head for the last token, or

@@ -19,7 +19,7 @@ from async_rl.net.wire import SAME_VERSION, Frame, Limits, decode, encode
 
 MAX_QUESTION_BYTES = 8 << 20
 MAX_ANSWER_BYTES = 128 << 20
-"""Limit on the answer to one question. Both sides check it before the question is computed, and again afterwards."""
+"""Limit on the answer to one question. Both sides check it before the question is computed."""
 MAX_PEER_QUESTIONS, MAX_PEER_BYTES = 1024, 128 << 20
 """Budget of one connection: its questions without a read answer, and their bytes with those of their answers. A single
 question may exceed the bytes. Clients keep within it, and scorers refuse what is above it."""
@@ -148,15 +148,8 @@ def why_too_large(question_bytes: int, answer_bytes: int) -> str:
 
 
 def encode_answer(answer: Answer, arrays: tuple[np.ndarray, ...] = ()) -> bytes:
-    """Encode an answer as one frame. A long ``error`` is cut off.
-
-    Raises:
-        WireError: the frame is larger than ``MAX_ANSWER_BYTES``.
-    """
-    frame = encode("answer", msgspec.structs.replace(answer, error=answer.error[:_MAX_ERROR]), arrays)
-    if len(frame) > MAX_ANSWER_BYTES:
-        raise WireError(f"expected an answer of at most {MAX_ANSWER_BYTES} bytes, got one of {len(frame)}")
-    return frame
+    """Encode an answer as one frame. A long ``error`` is cut off."""
+    return encode("answer", msgspec.structs.replace(answer, error=answer.error[:_MAX_ERROR]), arrays)
 
 
 def chunks(frame: Frame) -> Iterator[list[Frame]]:

@@ -171,9 +171,6 @@ def test_both_sides_refuse_an_answer_above_the_limit(monkeypatch: pytest.MonkeyP
         refusal = messages.decode_answer(frame).message
         assert (refusal.request_id, refusal.retry_s) == (5, 0.0)
         assert "lower distill.top_k" in refusal.error
-        # A model that answers more than it was asked for fails this question alone.
-        with pytest.raises(RewardError, match="expected an answer of at most 1048576 bytes, got one of"):
-            score_of(client.score([], "four"))
 
 
 @given(num_sampled=st.integers(1, 300), top_k=st.integers(0, 20))
