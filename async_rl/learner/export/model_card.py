@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.config.loading import config_from_toml, plain_values
-from async_rl.errors import ConfigError, QueueError
+from async_rl.errors import ConfigError
 from async_rl.learner.checkpoints.files import read_extra
 from async_rl.learner.model.lora import ADAPTER_CONFIG
 from async_rl.process.package_versions import package_versions
 from async_rl.process.user_code import stored_digests
-from async_rl.queue.core.persistence import snapshot_ledger
 from async_rl.run.config_changes import read_changes
 from async_rl.run.directory import STEP, RunDir
 from async_rl.run.records.step_log import Row, eval_figures, iter_metrics
@@ -129,7 +128,7 @@ def _setting_lines(settings: Mapping[str, Any], labels: Mapping[str, str]) -> It
 
 
 def _course_lines(extra: Mapping[str, Any], settings: Mapping[str, Any], run: Path | None) -> Iterator[list[str]]:
-    """Yield what became of the run until the checkpoint: steps, staleness, groups, evaluations."""
+    """Yield what became of the run until the checkpoint: steps, staleness, evaluations."""
     trainer = extra.get("trainer")
     state: Mapping[str, Any] = trainer if isinstance(trainer, dict) else extra
     if not isinstance(step := state.get("step"), int):
@@ -148,20 +147,7 @@ def _course_lines(extra: Mapping[str, Any], settings: Mapping[str, Any], run: Pa
     if tokens:
         bound = settings.get("queue.max_staleness", "unknown")
         yield ["Staleness of the trained tokens", f"mean {age / tokens:.3g} versions, at most {oldest} (bound {bound})"]
-    if isinstance(snapshot := extra.get("queue"), bytes) and (groups := _groups(snapshot)):
-        yield ["Groups", groups]
     yield from _evaluation_lines(evaluations)
-
-
-def _groups(snapshot: bytes) -> str:
-    """Return what became of the groups that were issued. Empty if another version of async-rl wrote the snapshot."""
-    try:
-        groups = snapshot_ledger(snapshot)["groups"]
-    except QueueError:
-        return ""
-    counts = {name.replace("_", " "): count for name, count in groups.items() if name not in ("issued", "dropped")}
-    counts |= {f"dropped as {cause.replace('_', ' ')}": count for cause, count in groups["dropped"].items()}
-    return f"{groups['issued']} issued = {' + '.join(f'{n} {name}' for name, n in counts.items() if n)}"
 
 
 def _evaluation_lines(evaluations: list[Row]) -> Iterator[list[str]]:

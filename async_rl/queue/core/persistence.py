@@ -239,15 +239,6 @@ def _decode_snapshot(data: bytes) -> Snapshot:
         ) from error
 
 
-def snapshot_ledger(data: bytes) -> dict[str, Any]:
-    """Return the ledger in the snapshot ``data``: all counters by name, as ``ledger.json`` has them.
-
-    Raises:
-        QueueError: the snapshot is damaged, or was written by another version of async-rl.
-    """
-    return _decode_snapshot(data).state.ledger.as_dict()
-
-
 def snapshot_for_other_data(data: bytes) -> bytes:
     """Return a snapshot with the learner's step and version of the snapshot ``data``, and otherwise an empty queue.
 
