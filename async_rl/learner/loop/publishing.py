@@ -11,7 +11,7 @@ versions later. ``start.py`` builds the one that the config asks for.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -25,6 +25,9 @@ from async_rl.queue.messages import Announcement
 from async_rl.records import Group
 from async_rl.weights.channel.publisher import Publisher
 from async_rl.weights.staging import Staging
+
+if TYPE_CHECKING:
+    from async_rl.learner.loop.parity import ParityGate
 
 NamedTensors = Iterator[tuple[str, Tensor]]
 
@@ -145,13 +148,6 @@ class FixedLagWeights:
         return self._sender.stats()
 
 
-class Probes(Protocol):
-    """Sequences that are announced with a version, for the generators to score (``parity.ParityGate``)."""
-
-    def prepare_probe(self) -> None: ...
-    def take_probe(self, version: int) -> bytes: ...
-
-
 class VersionPublisher:
     """Publishes the versions of one learner start. It keeps their digests in ``state``, and so in the checkpoint."""
 
@@ -162,7 +158,7 @@ class VersionPublisher:
         engine: Engine,
         queue: LearnerQueue,
         weights: WeightsSender,
-        probes: Probes | None,
+        probes: ParityGate | None,
     ) -> None:
         self._config, self._state, self._engine, self._queue = config, state, engine, queue
         self._weights, self._probes = weights, probes

@@ -44,9 +44,10 @@ from async_rl.learner.data.batch import PreparedBatch, prepare_batch, with_score
 from async_rl.learner.interface import Engine, PolicyScores, UpdateStats
 from async_rl.learner.loop.evaluations import Evaluations
 from async_rl.learner.loop.nonfinite import record_nonfinite
+from async_rl.learner.loop.parity import ParityGate
 from async_rl.learner.loop.parts import StepPart
 from async_rl.learner.loop.profiling import StepProfiler
-from async_rl.learner.loop.publishing import Probes, VersionPublisher, WeightsSender
+from async_rl.learner.loop.publishing import VersionPublisher, WeightsSender
 from async_rl.learner.loop.recorder import RowWriter, StepRecorder, WaitLog
 from async_rl.learner.loop.staleness import check_staleness
 from async_rl.learner.loop.step_result import StepResult, check_skipped, count_skipped, step_result, trained_metrics
@@ -103,7 +104,7 @@ class Trainer:
         run_dir: Path,
         decode: Decode,
         parts: Sequence[StepPart] = (),
-        probes: Probes | None = None,
+        probes: ParityGate | None = None,
         stop_signal: Callable[[], int] = lambda: 0,
         vocab_size: int | None = None,
         routing: RoutingShape | None = None,

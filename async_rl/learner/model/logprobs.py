@@ -213,7 +213,8 @@ class _Pass:
             torch.square(logits_CV, out=self._cap_slopes[: len(chunk.targets)]).neg_().add_(1.0)
             logits_CV.mul_(self._cap)
         if chunk.sampling_mask is not None:
-            logits_CV.masked_fill_(~self._mask(chunk.sampling_mask, logits_CV.shape[1]), _IMPOSSIBLE)
+            first = 0 if self._part is None else self._part.first
+            logits_CV.masked_fill_(~chunk.sampling_mask.mask(logits_CV.shape[1], first=first), _IMPOSSIBLE)
         largest_C1 = logits_CV.amax(-1, keepdim=True)
         shift_C1 = (largest_C1 if self._part is None else self._part.maximum(largest_C1)) * -chunk.inverse
         torch.addcmul(shift_C1, logits_CV, chunk.inverse, out=logits_CV)
@@ -231,11 +232,6 @@ class _Pass:
             logprobs_C1, entropies_C1 = found.target - found.log_sum, found.log_sum - found.mean
             self._rows = _Rows(found.log_sum, logprobs_C1, entropies_C1, found.share)
         return TokenLogprobs(logprobs_C1[:, 0], entropies_C1[:, 0], others_CK)
-
-    def _mask(self, sampling_mask: MaskTensors, size: int) -> Tensor:
-        """Return which of the tokens that this rank has could be sampled, bool [C, V]."""
-        first = 0 if self._part is None else self._part.first
-        return sampling_mask.mask(size, first=first)
 
     def _compute_logits(self, head: _Head, chunk: _Chunk, logits_CV: Tensor) -> None:
         out_CV = logits_CV if self._half is None else self._half[: len(chunk.targets)]
