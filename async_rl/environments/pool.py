@@ -2,8 +2,8 @@
 
 ``generator.environment_rollouts`` calls this module in one thread. No call waits: not for a process, not for the fork
 server, which is replaced if it dies or stands still. After a rollout without errors, its process plays another
-rollout, unless an agent has left processes behind: they must not outlive its rollout. If a process crashes or spends
-more than ``environment.timeout_s`` on one reset or step (``first_reset_timeout_s`` on its first reset), the
+rollout; an agent's ends with all that it has started, because nothing must outlive its rollout. If a process crashes or
+spends more than ``environment.timeout_s`` on one reset or step (``first_reset_timeout_s`` on its first reset), the
 process and all that it started are killed, and its rollout fails.
 """
 
@@ -315,9 +315,9 @@ class EnvironmentPool:
         return [event]
 
     def _rest(self, process: _Process, message: Mapping[str, Any]) -> None:
-        """Keep a process whose rollout has ended for another one. If an agent has left processes, all of them end."""
-        if self._has_agents and not message.get("is_alone"):
-            self._end(process)
+        """Keep a process whose rollout has ended for another one. An agent's ends."""
+        if self._has_agents:
+            self._end(process, with_family=not message.get("is_alone"))
             return
         process.key, process.deadline_s, process.cancelling = None, None, False
         self._idle.append(process)
@@ -342,10 +342,10 @@ class EnvironmentPool:
         is_transient |= count == "timed_out"
         return [Event(process.key, {"type": "failed", "error": error, "is_transient": is_transient})]
 
-    def _end(self, process: _Process) -> None:
+    def _end(self, process: _Process, *, with_family: bool = True) -> None:
         self._disconnect(process)
         if process.pid:
-            self._server.kill(process.pid)
+            self._server.kill(process.pid, with_family=with_family)
         elif process in self._unforked:
             self._unforked.remove(process)
             process.theirs.close()
@@ -397,7 +397,7 @@ class EnvironmentPool:
                 continue
             self.counts["started"] += 1
             if process.channel.socket.fileno() < 0:  # its rollout has ended meanwhile
-                self._server.kill(pid)
+                self._server.kill(pid, with_family=True)
             elif process.deadline_s is not None:
                 process.deadline_s = self._clock() + getattr(self._config, self._limit(process)[1])
         return events

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from async_rl.process.child import package_environment
 from async_rl.process.family import kill_marked
-from async_rl.process.fork_server import FORK, KILL, MARK, READY, RECORD, REFUSED
+from async_rl.process.fork_server import FORK, KILL, KILL_FAMILY, MARK, READY, RECORD, REFUSED
 from async_rl.process.helper import Channel, Helper
 
 START_TIMEOUT_S = 120.0
@@ -93,9 +93,9 @@ class ForkServer:
         self._requests.append(self._clock())
         return True
 
-    def kill(self, pid: int) -> None:
-        """Have the server kill the process ``pid``, and all that it started if its code is the user's."""
-        self._channel.send(RECORD.pack(KILL, pid))
+    def kill(self, pid: int, *, with_family: bool = False) -> None:
+        """Have the server kill the process ``pid``, ``with_family`` also all that it started."""
+        self._channel.send(RECORD.pack(KILL_FAMILY if with_family else KILL, pid))
 
     def receive(self) -> list[tuple[bytes, int]]:
         """Return the server's answers, as ``fork_server`` lists them, in the order of the requests.
@@ -118,7 +118,7 @@ class ForkServer:
                 raise StartError(received[RECORD.size : RECORD.size + number].decode(errors="replace"))
             del received[: RECORD.size]
             answers.append((kind, number))
-            if kind != KILL:  # which is not waited for, only a sign of life
+            if kind in (FORK, READY):  # which is not waited for, only a sign of life
                 self._requests.popleft()
             self.is_ready |= kind == READY
         if not is_alive and not answers:

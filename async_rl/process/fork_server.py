@@ -8,8 +8,8 @@ On the socket to the owner are records of 5 bytes: a kind, and a number. The ser
 
 - ``FORK`` comes with a descriptor, on which the new process gets its work. The answer is the process's id, or 0 if the
   machine refuses another process.
-- ``KILL`` has the id of a forked process, and the answer the signal that ended it. With the user's code all that the
-  process started is killed, too, and the answer is 0, because nothing waits for the end.
+- ``KILL`` has the id of a forked process, and the answer the signal that ended it.
+- ``KILL_FAMILY`` has the same: all that the process started is killed, too, and nothing waits for the end.
 
 When the socket closes or the owner dies, all processes end. The environment variable ``MARK`` marks the server and all
 that it or its forked processes start, and ``CHILD_MARK`` what one forked process of the user's code starts, so that
@@ -30,15 +30,15 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
+from async_rl.process.child import be_killed_first
 from async_rl.process.family import descendants_of, kill_all, kill_marked
 from async_rl.process.fault_points import fault_point
 from async_rl.process.helper import parent_socket
 
 RECORD = struct.Struct("<cI")
-READY, REFUSED, FORK, KILL = b"R", b"E", b"F", b"K"
+READY, REFUSED, FORK, KILL, KILL_FAMILY = b"R", b"E", b"F", b"K", b"A"
 MARK, CHILD_MARK = "ASYNC_RL_FORK_SERVER", "ASYNC_RL_FORKED"
 _PR_SET_PDEATHSIG = 1
-_MOST_KILLABLE = b"1000"
 _ORPHAN_CHECK_MS = 1000
 
 
@@ -87,6 +87,7 @@ class Forker:
     def _run(self, work: Callable[[socket.socket], None]) -> None:
         poller = select.poll()
         poller.register(self.control, select.POLLIN)
+        kill = {KILL: self._kill, KILL_FAMILY: self._kill_family}
         # A process forked from the owner may hold the other end open, so a closed socket is not the only sign.
         while os.getppid() == self._owner:
             if not poller.poll(_ORPHAN_CHECK_MS):
@@ -95,10 +96,7 @@ class Forker:
             if len(data) < RECORD.size:
                 break
             kind, pid = RECORD.unpack(data)
-            if kind == FORK:
-                answer = self._fork(descriptors[0], work)
-            else:
-                answer = self._kill_family(pid) if self._is_user_code else self._kill(pid)
+            answer = self._fork(descriptors[0], work) if kind == FORK else kill[kind](pid)
             self.control.sendall(RECORD.pack(kind, answer))
             self._reap()
 
@@ -129,7 +127,7 @@ class Forker:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             if self._is_user_code:
                 os.environ[CHILD_MARK] = f"{os.environ.get(MARK, '')}-{os.getpid()}"
-                _be_killed_first()
+                be_killed_first()
             self.control.close()
             work(socket.socket(fileno=descriptor))
             code = 0
@@ -197,9 +195,3 @@ def _set_death_signal(signum: int) -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)
-
-
-def _be_killed_first() -> None:
-    """Ask the kernel to kill this process before the owner if the machine runs out of memory."""
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "wb") as file:
-        file.write(_MOST_KILLABLE)
