@@ -66,11 +66,11 @@ class Ran:
     stderr_tail: str
 
 
-_ADVICE = {
+ADVICE = {
     "libseccomp": "install libseccomp (Debian, Ubuntu: apt install libseccomp2; Fedora: dnf install libseccomp)",
     "namespaces": "allow user namespaces (sysctl user.max_user_namespaces; on Ubuntu "
-    "kernel.apparmor_restrict_unprivileged_userns=0; in a container --security-opt seccomp=unconfined)",
-    "mounts": "allow mounts inside user namespaces (on Ubuntu sysctl kernel.apparmor_restrict_unprivileged_userns=0; "
+    "kernel.apparmor_restrict_unprivileged_userns=0, in a container --security-opt seccomp=unconfined)",
+    "mounts": "allow mounts inside user namespaces (on Ubuntu sysctl kernel.apparmor_restrict_unprivileged_userns=0, "
     "in a container --security-opt seccomp=unconfined --security-opt apparmor=unconfined)",
     "packages": "install the package where async-rl is installed, or change reward.code.packages",
 }
@@ -114,7 +114,7 @@ class Launcher:
             self.kill()
             step = first.get("refused", "start")
             cause = first.get("error", "the launcher process ended at once; see its output above")
-            advice = _ADVICE.get(step)
+            advice = ADVICE.get(step)
             fix = f"{advice}, or {remedy}" if advice else remedy
             raise SandboxError(f"programs can't be isolated on this machine (step: {step}): {cause}; {fix}")
 

@@ -19,7 +19,6 @@ If the setting ``"unsafe"`` is true, nothing is isolated. Programs only get limi
 from __future__ import annotations
 
 import contextlib
-import errno
 import gc
 import json
 import os
@@ -32,10 +31,9 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 
-from async_rl.process.child import kill_group
+from async_rl.process.child import be_killed_first, kill_group
 from async_rl.process.sandbox import system
 from async_rl.process.sandbox.limits import ENVIRONMENT, Limits, confine, set_limits
 from async_rl.process.sandbox.system import build_filter
@@ -120,14 +118,17 @@ def _isolate(visible: list[str], steps: _Steps) -> None:
 
     All processes that it starts afterwards inherit these.
     """
-    spaces = system.CLONE_NEWUSER | system.CLONE_NEWNS | system.CLONE_NEWNET | system.CLONE_NEWIPC
-    spaces |= system.CLONE_NEWUTS | system.CLONE_NEWCGROUP | system.CLONE_NEWPID
+    spaces = system.CLONE_NEWNS | system.CLONE_NEWNET | system.CLONE_NEWIPC | system.CLONE_NEWUTS
+    spaces |= system.CLONE_NEWCGROUP | system.CLONE_NEWPID
     proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY)
-    _prefer_for_oom_kill()
+    be_killed_first()
     if os.geteuid() == 0:
         # Root's limit on processes does not bind, and its files could be read: become nobody. The libraries are
         # mounted before, for their directories may be closed to nobody.
-        _take_mount_namespace_as_root()
+        try:
+            system.unshare(system.CLONE_NEWNS)
+        except PermissionError:  # a container may forbid this to root
+            system.unshare_mapped(system.CLONE_NEWNS)
         steps("mounts")
         system.enter_root(visible)
         os.setgroups([])
@@ -135,70 +136,13 @@ def _isolate(visible: list[str], steps: _Steps) -> None:
         os.setresuid(NOBODY, NOBODY, NOBODY)
         system.prctl(system.PR_SET_DUMPABLE, 1)  # or this process may not write its own uid_map
         steps("namespaces")
-        _new_user_namespace(spaces, proc)
+        system.unshare_with_user(spaces, proc)
     else:
-        _new_user_namespace(spaces, proc)
+        system.unshare_with_user(spaces, proc)
         steps("mounts")
         system.enter_root(visible)
     os.close(proc)
     socket.sethostname("sandbox")
-
-
-def _take_mount_namespace_as_root() -> None:
-    """Enter a new mount namespace, in which the root directory for programs can be built. Root calls this.
-
-    In a container that forbids this to root, enter a new user namespace too.
-    """
-    try:
-        return system.unshare(system.CLONE_NEWNS)
-    except PermissionError:
-        pass
-    # It maps two users, root and nobody, which only a process outside of it may set.
-    pid = os.getpid()
-    reading, writing = os.pipe()
-    helper = os.fork()
-    if helper == 0:
-        os.close(writing)
-        if os.read(reading, 1):
-            for name in ("uid_map", "gid_map"):
-                Path(f"/proc/{pid}/{name}").write_text(f"0 0 1\n{NOBODY} {NOBODY} 1\n")
-            os._exit(0)
-        os._exit(1)
-    os.close(reading)
-    try:
-        system.unshare(system.CLONE_NEWUSER | system.CLONE_NEWNS)
-        os.write(writing, b"x")
-    finally:
-        os.close(writing)
-        _, status = os.waitpid(helper, 0)
-    if status != 0:
-        raise PermissionError(errno.EPERM, "can't map users into a user namespace", f"/proc/{pid}/uid_map")
-    return None
-
-
-def _new_user_namespace(spaces: int, proc: int) -> None:
-    """Enter new namespaces of the kinds in ``spaces`` (``CLONE_NEW...`` flags). User and group keep their ids in them.
-
-    ``proc`` is a descriptor of the directory ``/proc``.
-    """
-    uid, gid = os.geteuid(), os.getegid()
-    system.unshare(spaces)
-    for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
-        fd = os.open(f"self/{name}", os.O_WRONLY, dir_fd=proc)
-        os.write(fd, text.encode())
-        os.close(fd)
-
-
-def _prefer_for_oom_kill() -> None:
-    """Ask the kernel to kill this process and its programs first if the machine runs out of memory."""
-    try:
-        with open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")
-    except OSError as error:
-        sys.stderr.write(
-            f"sandbox: can't raise oom_score_adj ({error}): if memory runs out, the kernel may not kill programs "
-            f"first\n"
-        )
 
 
 def _wait_for(inner: int, parent_pid: int) -> None:

@@ -137,6 +137,43 @@ def unshare(flags: int) -> None:
     _check(_libc.unshare(ctypes.c_int(flags)), "unshare")
 
 
+def unshare_with_user(spaces: int, proc: int) -> None:
+    """Enter a new user namespace, in which this process's user and group keep their ids, and others (``CLONE_NEW...``).
+
+    ``proc`` is a descriptor of the directory ``/proc``.
+    """
+    uid, gid = os.geteuid(), os.getegid()
+    unshare(CLONE_NEWUSER | spaces)
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+        fd = os.open(f"self/{name}", os.O_WRONLY, dir_fd=proc)
+        os.write(fd, text.encode())
+        os.close(fd)
+
+
+def unshare_mapped(spaces: int) -> None:
+    """Enter the same namespaces, but all users and groups of this one keep their ids. Root calls this."""
+    pid = os.getpid()
+    reading, writing = os.pipe()
+    helper = os.fork()  # only a process outside of the namespace may map several users
+    if helper == 0:
+        os.close(writing)
+        if os.read(reading, 1):
+            for name in ("uid_map", "gid_map"):
+                ranges = [line.split() for line in Path(f"/proc/self/{name}").read_text().splitlines()]
+                Path(f"/proc/{pid}/{name}").write_text("".join(f"{first} {first} {n}\n" for first, _, n in ranges))
+            os._exit(0)
+        os._exit(1)
+    os.close(reading)
+    try:
+        unshare(CLONE_NEWUSER | spaces)
+        os.write(writing, b"x")
+    finally:
+        os.close(writing)
+        _, status = os.waitpid(helper, 0)
+    if status != 0:
+        raise PermissionError(errno.EPERM, "can't map users into a user namespace", f"/proc/{pid}/uid_map")
+
+
 def setns(fd: int, kind: int) -> None:
     _check(_libc.setns(ctypes.c_int(fd), ctypes.c_int(kind)), "setns")
 
