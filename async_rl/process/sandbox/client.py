@@ -20,7 +20,7 @@ from async_rl.errors import SandboxError, SandboxFailedError
 from async_rl.process.child import PACKAGE_ROOT
 from async_rl.process.helper import Helper
 from async_rl.process.sandbox.limits import ENVIRONMENT, Limits
-from async_rl.process.sandbox.system import kernel_release
+from async_rl.process.sandbox.system import ADVICE, kernel_release
 
 START_LIMIT_S = 60.0
 """Time limit in seconds for the launcher to start and isolate itself on a busy machine."""
@@ -64,16 +64,6 @@ class Ran:
     exit_code: int
     output: bytes
     stderr_tail: str
-
-
-ADVICE = {
-    "libseccomp": "install libseccomp (Debian, Ubuntu: apt install libseccomp2; Fedora: dnf install libseccomp)",
-    "namespaces": "allow user namespaces (sysctl user.max_user_namespaces; on Ubuntu "
-    "kernel.apparmor_restrict_unprivileged_userns=0, in a container --security-opt seccomp=unconfined)",
-    "mounts": "allow mounts inside user namespaces (on Ubuntu sysctl kernel.apparmor_restrict_unprivileged_userns=0, "
-    "in a container --security-opt seccomp=unconfined --security-opt apparmor=unconfined)",
-    "packages": "install the package where async-rl is installed, or change reward.code.packages",
-}
 
 
 class LauncherLostError(Exception):

@@ -374,3 +374,14 @@ def mount_scratch(size_bytes: int) -> None:
     flags = MS_NOSUID | MS_NODEV | MS_NOEXEC
     mount("tmpfs", SCRATCH, "tmpfs", flags, f"mode=700,size={size_bytes},nr_inodes=4096")
     os.chdir(SCRATCH)
+
+
+ADVICE = {
+    "libseccomp": "install libseccomp (Debian, Ubuntu: apt install libseccomp2; Fedora: dnf install libseccomp)",
+    "namespaces": "allow user namespaces (sysctl user.max_user_namespaces; on Ubuntu "
+    "kernel.apparmor_restrict_unprivileged_userns=0, in a container --security-opt seccomp=unconfined)",
+    "mounts": "allow mounts inside user namespaces (on Ubuntu sysctl kernel.apparmor_restrict_unprivileged_userns=0, "
+    "in a container --security-opt seccomp=unconfined --security-opt apparmor=unconfined)",
+    "packages": "install the package where async-rl is installed, or change reward.code.packages",
+}
+"""What to do on a machine that refuses a step of isolating programs, by the name of the step."""
