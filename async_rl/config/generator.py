@@ -467,6 +467,12 @@ class EnvironmentConfig(Section):
         '"verifiers:TASKSET". Every generator must list both in generator.allow_code, as one text: PYTHON '
         "verifiers:TASKSET.",
     )
+    sandbox: Free[Literal["loopback", "network", "off"]] = Field(
+        default="loopback",
+        description="How programs of agents (environment.command, `async-rl agent`) run: loopback isolates them, and "
+        "they reach their endpoint alone; network leaves them the machine's network; off isolates nothing. Where that "
+        "can't be had, launch warns.",
+    )
     relay: Free[str | None] = Field(
         default=None,
         description="Address of a relay, as in tcp://10.0.0.1:5560, instead of environment.name: agents are programs "

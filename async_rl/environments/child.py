@@ -6,11 +6,11 @@ mistake.
 
 Messages are JSON objects in frames of ``net.streams``, so that a malformed message of an environment can do no harm.
 The fork server gets ``prepare`` (allowed, digest, extra). The generator sends ``start`` (prompt, state, extra_info,
-seed, max_turns; for an agent also endpoint: base_url, api_key, command, finish_key), ``sampled`` (text, finish_reason,
-num_tokens), ``over`` (the rollout gets no further turn) and ``cancel``. This process sends ``sample`` (state,
-max_tokens, stop), ``ended`` (turns: the reward and score of every action; for an agent reward and score, or None, and
-metrics), ``failed`` (error; for an exception also what ``describe_error`` returns, as detail and place, its class as
-kind, and ``is_transient``) and ``cancelled``.
+seed, max_turns; for an agent also endpoint: base_url, api_key, command, sandbox, finish_key), ``sampled`` (text,
+finish_reason, num_tokens), ``over`` (the rollout gets no further turn) and ``cancel``. This process sends ``sample``
+(state, max_tokens, stop), ``ended`` (turns: the reward and score of every action; for an agent reward and score, or
+None, and metrics), ``failed`` (error; for an exception also what ``describe_error`` returns, as detail and place, its
+class as kind, and ``is_transient``) and ``cancelled``.
 """
 
 from __future__ import annotations

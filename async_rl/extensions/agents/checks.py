@@ -20,6 +20,7 @@ from async_rl.config.config import Config
 from async_rl.config.generator import has_model
 from async_rl.data.chat import load_tokenizer, model_directory
 from async_rl.data.dataset import Row
+from async_rl.extensions.agents.programs.isolation import warning
 from async_rl.extensions.agents.programs.pool import agent_pool
 from async_rl.extensions.agents.rollouts import AgentRollouts
 from async_rl.extensions.agents.start import open_front
@@ -27,7 +28,7 @@ from async_rl.generator.backend import Sampled
 from async_rl.generator.rollouts import Graded, ThreadGrader
 from async_rl.launch.checks.addresses import check_own_address
 from async_rl.launch.checks.environment_trial import LIMIT_S, NUM_ROWS, POLL_S, renderer, trial_findings, trial_problem
-from async_rl.launch.checks.finding import Finding
+from async_rl.launch.checks.finding import Finding, warnings
 from async_rl.launch.checks.start import Start
 from async_rl.queue.core.admission import train_sampling
 from async_rl.records import Lease, Prompt
@@ -63,6 +64,9 @@ def check_agents(start: Start) -> Iterable[Finding]:
     if config.environment.relay is not None:
         yield Finding("environment", "skip", "agents are programs that start elsewhere (environment.relay)")
     else:
+        if config.environment.command and config.environment.sandbox != "off":
+            found = warnings("environment.sandbox", warning(config.environment.sandbox))
+            yield from found or [Finding("environment.sandbox", "OK", "each program of an agent runs isolated")]
         yield from trial_findings(config, start.rows, *try_agent(config, start.rows))
 
 

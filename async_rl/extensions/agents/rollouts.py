@@ -162,7 +162,7 @@ class AgentRollouts:
             url = f"{self._front.url}/s/{session.key}/v1"
             endpoint = {
                 "base_url": url, "api_key": session.key, "command": list(self._config.command),
-                "finish_key": session.finish_key,
+                "finish_key": session.finish_key, "sandbox": self._config.sandbox,
             }  # fmt: skip
             start = start_message(self._config, lease, session.index, prompt)
             self._pool.start(session.rollout_key, {**start, "endpoint": endpoint})

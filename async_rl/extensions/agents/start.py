@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -11,12 +12,15 @@ from async_rl.data.chat import has_tokenizer, vocabulary_size
 from async_rl.extensions.agents.front.process import Front
 from async_rl.extensions.agents.front.requests import Manners
 from async_rl.extensions.agents.outside_programs import OutsidePrograms
+from async_rl.extensions.agents.programs.isolation import warning
 from async_rl.extensions.agents.programs.pool import agent_pool
 from async_rl.extensions.agents.rollouts import AgentRollouts
 from async_rl.generator.backend import TextBackend
 from async_rl.generator.start.rollouts import RolloutSetup
 from async_rl.net.address import refuse_open_connect
 from async_rl.queue.core.admission import train_sampling
+
+logger = logging.getLogger(__name__)
 
 
 def open_front(config: Config, tokenizer: Path | None) -> Front:
@@ -34,6 +38,8 @@ def open_agents(setup: RolloutSetup) -> Iterator[AgentRollouts]:
     config, directory, relay = setup.config, setup.directory, setup.config.environment.relay
     if relay is not None:
         refuse_open_connect(relay, insecure=setup.insecure, has_keys=setup.keys is not None)
+    if config.environment.command and (warned := warning(config.environment.sandbox)):
+        logger.warning("%s", warned)
     text = setup.text()
     has_chats = not isinstance(setup.backend, TextBackend) and has_tokenizer(directory)
     with closing(open_front(config, directory if has_chats else None)) as front:

@@ -15,6 +15,7 @@ import pytest
 from msgspec.structs import replace
 
 from async_rl.errors import ConfigError
+from async_rl.process.family import marked_with
 from async_rl.process.user_code import check_allowed_command
 from async_rl.records import AgentSession
 from tests.clock import Clock
@@ -384,9 +385,8 @@ A_CHILD = 'subprocess.Popen(["sleep", "1000"], start_new_session=True).pid'
 AN_ORPHAN = 'int(subprocess.check_output(["sh", "-c", "setsid sleep 1000 >/dev/null 2>&1 & echo $!"]))'
 PROGRAM_LEAVES_A_CHILD = f"""
 import os, subprocess, sys
-left = {A_CHILD}
-with open(sys.argv[1], "a") as file:
-    print(left, os.getpid(), file=file)
+{A_CHILD}
+open(sys.argv[1], "w").write("begun")
 os.execvp("sleep", ["sleep", "1000"])
 """
 
@@ -404,14 +404,17 @@ def test_each_rollout_of_an_agent_has_a_process_which_ends_with_all_that_it_has_
             played.until(lambda pid=pid: state_of(pid) in (None, "Z"))
 
 
-def test_what_a_program_starts_ends_with_its_lease(tmp_path: Path):
+@pytest.mark.parametrize("sandbox", ["loopback", "off"])
+def test_what_a_program_starts_ends_with_its_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sandbox: str):
+    monkeypatch.setenv("TEST", str(tmp_path))
     words = command(tmp_path, PROGRAM_LEAVES_A_CHILD, tmp_path / "said")
-    with world(tmp_path, "", command=words) as played:
+    with world(tmp_path, "", command=words, sandbox=sandbox) as played:
+        idle = marked_with("TEST", str(tmp_path))
         played.submit()
         played.until(lambda: played.notes)
+        assert len(marked_with("TEST", str(tmp_path)) - idle) > 2
         played.rollouts.cancel(make_lease().lease_id)
-        for pid in map(int, played.notes[0].split()):
-            played.until(lambda pid=pid: state_of(pid) in (None, "Z"))
+        played.until(lambda: marked_with("TEST", str(tmp_path)) == idle)
 
 
 def test_an_engine_without_log_probabilities_fails_the_rollout(tmp_path: Path):

@@ -67,7 +67,7 @@ CALLS = '''
 async def play(task):
     """Three calls, each the continuation of the one before, with a tool's time between them."""
     row, ids, asked = task.extra_info["idx"], [1, 2], {"sampling_params": {"max_tokens": 6}}
-    if row % 3 == 0:  # it leaves a process behind, so its own is killed, and another one is forked
+    if row % 3 == 0:  # it leaves a process behind, so all that its own has started is killed
         subprocess.Popen(["sleep", "1000"], start_new_session=True)
     for number in range(3):
         answer = await persist(task, "/inference/v1/generate", task.api_key, {"token_ids": ids, **asked})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ from async_rl.config.config import Config
 from async_rl.config.loading import parse_config
 from async_rl.data.dataset import Row
 from async_rl.errors import ConfigError
-from async_rl.extensions.agents.checks import try_agent
+from async_rl.extensions.agents.checks import check_agents, try_agent
+from async_rl.extensions.agents.programs import isolation
 from tests.data.public_templates import tokenizer_of
+from tests.extensions.agents.world import PROGRAM
 
 ROWS = [
     Row(messages=({"role": "user", "content": f"{n}+1?"},), reward_data={"idx": n, "gt_answer": str(n)})
@@ -91,3 +94,17 @@ def test_a_program_is_tried_too(tmp_path: Path):
     config = config_of(tmp_path, "import sys; print('no tool here'); sys.exit(4)", command=words)
     with pytest.raises(ConfigError, match=r"environment.command: .* can't play training row 0: .*no tool here"):
         try_agent(config, ROWS)
+
+
+@pytest.mark.parametrize(("level", "said"), [("all", "isolated"), ("keys", "each other's"), ("none", "UNPROTECTED")])
+def test_programs_that_can_not_be_isolated_are_a_warning_and_play_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: str, said: str
+):
+    monkeypatch.setattr(isolation, "reach", lambda: (level, "mount /proc: Operation not permitted"))
+    words = [sys.executable, str(tmp_path / "agent.py")]
+    config = config_of(tmp_path, PROGRAM + "ask([1])", command=words)
+    start: Any = SimpleNamespace(config=config, rows=ROWS)
+    first, trial = check_agents(start)
+    state = "OK" if level == "all" else "WARN"
+    assert (first.check, first.state, trial.state) == ("environment.sandbox", state, "OK")
+    assert said in first.found

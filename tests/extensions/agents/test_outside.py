@@ -18,6 +18,7 @@ from async_rl.extensions.agents.front.process import Front
 from async_rl.extensions.agents.front.requests import Manners
 from async_rl.extensions.agents.outside_programs import OutsidePrograms
 from async_rl.net.keys import ClientKeys, ServerKeys, make_keys
+from async_rl.process.family import marked_with
 from tests.clock import Clock
 from tests.extensions.agents.programs import Request, RunningProxy, a_proxy, a_relay, generate
 from tests.extensions.agents.test_agent_rollouts import script
@@ -248,15 +249,16 @@ def test_a_session_that_nobody_waits_for_any_more_is_offered_again(address: str)
         assert played.answer(generate(proxy.url, [1], key=session["api_key"]))[0] == 200
 
 
-def test_a_lease_that_is_cancelled_ends_its_command(address: str, tmp_path: Path):
-    mark = tmp_path / "pid"
-    source = f"import os, time\nopen({str(mark)!r}, 'w').write(str(os.getpid()))\ntime.sleep(1000)\n"
+def test_a_lease_that_is_cancelled_ends_its_command(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TEST", str(tmp_path))
+    begun = tmp_path / "begun"
+    source = f"import time\nopen({str(begun)!r}, 'w')\ntime.sleep(1000)\n"
     with remote(address, command=program(tmp_path, source)) as (played, _):
+        idle = marked_with("TEST", str(tmp_path))
         played.submit()
-        played.until(lambda: mark.exists() and mark.read_text())
+        played.until(begun.exists)
         played.rollouts.cancel(make_lease().lease_id)
-        pid = int(mark.read_text())
-        played.until(lambda: not Path(f"/proc/{pid}").exists())
+        played.until(lambda: marked_with("TEST", str(tmp_path)) == idle)
     assert played.done == []
 
 

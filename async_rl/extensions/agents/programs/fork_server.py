@@ -7,7 +7,6 @@ have ended.
 
 from __future__ import annotations
 
-import ctypes
 import inspect
 import os
 import socket
@@ -19,6 +18,7 @@ from async_rl.environments.child import EnvironmentFault, RemoteRollout, awaited
 from async_rl.environments.fork_server import main
 from async_rl.environments.protocol import Task
 from async_rl.process.fault_points import fault_point
+from async_rl.process.sandbox import system
 
 MAX_METRICS = 64
 """Maximum number of metrics of an agent's rollout, and of characters of a name."""
@@ -28,7 +28,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 def serve_agents(sock: socket.socket, code: Any) -> None:
     """Play rollouts with the agent ``code`` until the generator closes the socket."""
     if sys.platform == "linux":  # become the parent of all that descend from this process and lose theirs
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        system.prctl(_PR_SET_CHILD_SUBREAPER, 1)
     serve(sock, code, _play, lambda: {"is_alone": is_alone()})
 
 
@@ -50,6 +50,7 @@ class AgentTask:
 
     Attributes:
         command: the program that plays, with its arguments; empty if none does.
+        sandbox: ``environment.sandbox``.
         finish_key: the key with which the program may report its rollout's reward.
     """
 
@@ -58,6 +59,7 @@ class AgentTask:
         assert endpoint is not None
         self.base_url, self.api_key = str(endpoint["base_url"]), str(endpoint["api_key"])
         self.command: Sequence[str] = endpoint["command"]
+        self.sandbox = str(endpoint["sandbox"])
         self.finish_key = str(endpoint["finish_key"])
         self.extra_info, self.prompt = rollout.extra_info, rollout.prompt
         state = rollout.first_state

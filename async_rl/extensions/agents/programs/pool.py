@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from async_rl.config.config import Config
 from async_rl.config.generator import EnvironmentConfig
 from async_rl.environments.pool import EnvironmentPool, ForkedCode
+from async_rl.extensions.agents.programs import isolation
 from async_rl.process.user_code import check_allowed_command, digest_of
 
 _SERVER = "async_rl.extensions.agents.programs.fork_server"
@@ -38,7 +39,7 @@ def code_pool(config: EnvironmentConfig, allowed: Collection[str], digest: str |
 
 def program_pool(config: EnvironmentConfig) -> EnvironmentPool:
     """Start the processes of ``environment.command`` or of a taskset. This machine's user has allowed the program."""
-    agent = ForkedCode(_SERVER, f"{_COMMAND}:run", config.extra)
+    agent = ForkedCode(_SERVER, f"{_COMMAND}:Command", {"level": isolation.reach()[0]})
     if config.taskset:
         settings = {"python": config.python, "taskset": config.taskset, "extra": config.extra}
         agent = ForkedCode(_SERVER, f"{_TASKSET}:Taskset", settings)

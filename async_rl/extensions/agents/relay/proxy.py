@@ -30,6 +30,7 @@ from starlette.routing import Route
 from async_rl.config.generator import EnvironmentConfig
 from async_rl.environments.pool import EnvironmentPool, Event
 from async_rl.errors import AddressError, WireError
+from async_rl.extensions.agents.programs.isolation import warning
 from async_rl.extensions.agents.programs.pool import program_pool
 from async_rl.extensions.agents.relay import messages
 from async_rl.extensions.agents.relay.client import RelayClient
@@ -84,6 +85,8 @@ class Proxy:
         self._is_finished = False
         self._pool: EnvironmentPool | None = None
         if command:
+            if warned := warning("loopback"):
+                logger.warning("%s", warned)
             self._pool = program_pool(EnvironmentConfig(command=self._command, session_timeout_s=_FOR_EVER_S))
         self._client = RelayClient(address, keys, asyncio.get_running_loop(), self)
 
