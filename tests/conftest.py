@@ -59,13 +59,12 @@ def fixed_admission(monkeypatch: pytest.MonkeyPatch) -> None:
     from async_rl.queue.core.admission import QueueSettings
 
     def group_limit(self: QueueSettings, *, version: int, active_version: int, steps_left: int) -> int:
-        batches = (self.max_staleness + 1 - (version - active_version)) // self.updates_per_batch
+        batches = (self.queue.max_staleness + 1 - (version - active_version)) // self.updates_per_batch
         return max(0, min(batches, steps_left)) * self.groups_per_step
 
     def oldest_for_lease(self: QueueSettings, *, version: int, outstanding: int) -> int:
-        return max(
-            0, version + (outstanding // self.groups_per_step + 1) * self.updates_per_batch - 1 - self.max_staleness
-        )
+        batches = outstanding // self.groups_per_step + 1
+        return max(0, version + batches * self.updates_per_batch - 1 - self.queue.max_staleness)
 
     monkeypatch.setattr(QueueSettings, "group_limit", group_limit)
     monkeypatch.setattr(QueueSettings, "oldest_for_lease", oldest_for_lease)

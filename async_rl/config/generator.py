@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
+from async_rl.config.contradictions import value_of
 from async_rl.config.section import Free, OnResume, Section, check_served_address
 from async_rl.process.user_code import ENVIRONMENTS, is_code_name
 from async_rl.registry import offers
@@ -158,19 +159,12 @@ def known_capabilities(name: str) -> BackendCapabilities | None:
     if name != AUTO:
         return BACKENDS.get(name)
     candidates = [BACKENDS[candidate] for candidate in AUTO_CANDIDATES]
-    return BackendCapabilities(
-        deterministic=all(one.deterministic for one in candidates),
-        scores_tokens=all(one.scores_tokens for one in candidates),
-        offline=any(one.offline for one in candidates),  # it picks among those that are
-        reports_sampling_mask=all(one.reports_sampling_mask for one in candidates),
-        min_p=all(one.min_p for one in candidates),
-        stop_token_ids=all(one.stop_token_ids for one in candidates),
-        reports_routes=all(one.reports_routes for one in candidates),
-        recomputes_kv=all(one.recomputes_kv for one in candidates),
-        splits_model=any(one.splits_model for one in candidates),  # the generator refuses it if it picks another one
-        applies_adapters=all(one.applies_adapters for one in candidates),
-        has_model=all(one.has_model for one in candidates),
-    )
+    promised: dict[str, Any] = {}
+    for flag in fields(BackendCapabilities):
+        if isinstance(flag.default, bool):
+            of_candidates = any if flag.name in ("offline", "splits_model") else all
+            promised[flag.name] = of_candidates(getattr(one, flag.name) for one in candidates)
+    return BackendCapabilities(**promised)
 
 
 def has_model(name: str) -> bool:
@@ -255,15 +249,15 @@ def unread_keys(config: Config, name: str) -> list[str]:
 
     Empty for a user's own backend, which gets the whole config.
     """
-    if name not in BACKENDS:
-        return []
     found: list[str] = []
     for key, readers in ENGINE_KEYS.items():
-        *path, last = key.split(".")
-        section: Any = config
-        for part in path:
-            section = getattr(section, part)
-        if name not in readers and getattr(section, last) != type(section).model_fields[last].default:
+        table, _, last = key.rpartition(".")
+        section = value_of(config, table)
+        if (
+            name in BACKENDS
+            and name not in readers
+            and getattr(section, last) != type(section).model_fields[last].default
+        ):
             found.append(key)
     return found
 

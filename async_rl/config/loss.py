@@ -246,17 +246,6 @@ class LossConfig(Section):
         return (*_short_rules(self), *self.rules)
 
     @property
-    def min_step_ess(self) -> float:
-        """The effective sample size of a step below which a rule skips it. 0 without such a rule."""
-        return max((r.below or 0.0 for r in self.all_rules if r.action == "skip" and r.statistic == "ess"), default=0.0)
-
-    @property
-    def max_step_kl(self) -> float:
-        """The KL of a step, by k3 and in nats, above which a rule skips it. Infinite without such a rule."""
-        limits = (r.above for r in self.all_rules if r.action == "skip" and r.statistic == "k3")
-        return min((limit for limit in limits if limit is not None), default=math.inf)
-
-    @property
     def code_names(self) -> tuple[str, ...]:
         """Names of the user's own code that the learner imports: loss and advantages."""
         return tuple(name for name in (self.function, self.advantage_function) if name is not None)

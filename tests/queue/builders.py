@@ -12,6 +12,7 @@ from msgspec import structs
 
 from async_rl.config.config import Config
 from async_rl.config.loading import parse_config
+from async_rl.config.queue import QueueConfig
 from async_rl.net.codec import encode_group
 from async_rl.queue.core import generator_requests, learner_requests
 from async_rl.queue.core.admission import QueueSettings
@@ -33,6 +34,8 @@ from async_rl.records import NO_VERSION, Group, Lease, Rollout, Sampling, TokenS
 
 LINEAGE = "line-a"
 SAMPLING = Sampling(1.0, 1.0, 0, 8, 8, ())
+_MADE = ("max_filtered", "run_ahead")
+"""Keys of the queue's section whose value is made from other keys too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,10 @@ def settings(**changes: Any) -> QueueSettings:
         "max_bytes": 1 << 20, "max_filtered": 3200, "lease_timeout_s": 10.0, "on_stale": "drop", "temperature_steps": 1,
         "mask_truncated": False, "run_ahead": "bound",
     }  # fmt: skip
-    return replace(_settings_of_config(), **simple | changes)
+    values = simple | changes
+    of_queue = {key: values.pop(key) for key in QueueConfig.model_fields if key in values and key not in _MADE}
+    base = _settings_of_config()
+    return replace(base, queue=base.queue.model_copy(update=of_queue), **values)
 
 
 @functools.cache

@@ -122,12 +122,6 @@ def test_a_queue_that_cannot_hold_one_step_is_refused():
         settings(max_bytes=2 * 8192 - 1)
 
 
-def test_versions_too_rare_for_the_bound_are_refused():
-    settings(max_staleness=2, sync_every=2, updates_per_batch=2)
-    with pytest.raises(ConfigError, match="sync_every"):
-        settings(max_staleness=2, sync_every=3, updates_per_batch=2)
-
-
 # Whole runs.
 
 

@@ -194,7 +194,7 @@ class Witness:
             assert self.payloads.read(PayloadRef(**groups[lease_id]["group"]["ref"])) == self.sent[lease_id][1]
         in_use = sum(groups[lease_id]["group"]["ref"]["length"] for lease_id in self.held_ids)
         num_training = len(self.lease_versions)
-        assert in_use + num_training * WORST_CASE <= self.settings.max_bytes
+        assert in_use + num_training * WORST_CASE <= self.settings.queue.max_bytes
 
     def foretold(self, facts: GroupSummary) -> Verdict:
         """What a returned group is to be told."""
@@ -208,8 +208,8 @@ class Witness:
             return "refused"
         if facts.kind == "eval":
             return "eval_done" if facts.oldest_version >= lease["min_version"] else "stale"
-        bound = facts.newest_version if self.settings.on_stale == "mask" else facts.oldest_version
-        if version + self.settings.updates_per_batch - 1 - bound > self.settings.max_staleness:
+        bound = facts.newest_version if self.settings.queue.on_stale == "mask" else facts.oldest_version
+        if version + self.settings.updates_per_batch - 1 - bound > self.settings.queue.max_staleness:
             return "stale"
         return "filtered" if self.knobs.is_filtered and self.knobs.refill and facts.accuracy != 1 else "queued"
 

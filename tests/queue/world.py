@@ -227,14 +227,14 @@ class World(Witness):
             facts, payload = self.sent[lease_id]
             assert item.group == payload
             assert item.prompt.position == facts.position
-            bound = facts.newest_version if settings.on_stale == "mask" else facts.oldest_version
+            bound = facts.newest_version if settings.queue.on_stale == "mask" else facts.oldest_version
             last_trained_at = learner.version + settings.updates_per_batch - 1
-            assert last_trained_at - bound <= settings.max_staleness
+            assert last_trained_at - bound <= settings.queue.max_staleness
             self.staleness.append(last_trained_at - bound)
         assert self.taken in (None, lease_ids)
         is_first, self.taken = self.taken is None, lease_ids
         self.settle()
-        if is_first and settings.on_stale != "mask":
+        if is_first and settings.queue.on_stale != "mask":
             doomed = settings.oldest_after_step(learner.version)
             assert all(version >= doomed for version in self.lease_versions)
         return answer
@@ -269,7 +269,7 @@ class World(Witness):
         ended = self.books.trained if updates else self.books.skipped
         ended.update(f.position for f in facts)
         self.settle()
-        if self.settings.on_stale != "mask":
+        if self.settings.queue.on_stale != "mask":
             oldest = self.settings.oldest_trainable(version)
             assert all(v >= oldest for v in self.lease_versions)
         if snapshot:

@@ -111,12 +111,13 @@ def _check_prompts(config: Config, rows: Sequence[Row]) -> None:
 def check_queue_bytes(config: Config) -> Iterator[Finding]:
     """Warn if ``queue.max_bytes`` allows fewer groups in flight than the staleness bound."""
     settings = settings_of(config)
-    if settings.bytes_for_bound <= settings.max_bytes:
+    if settings.bytes_for_bound <= settings.queue.max_bytes:
         return
     text = (
-        f"{size_text(settings.max_bytes)} hold {settings.max_bytes // settings.reserved_bytes} groups in flight, "
-        f"each of up to {size_text(settings.reserved_bytes)}; queue.max_staleness = {settings.max_staleness} allows "
-        f"{settings.bytes_for_bound // settings.reserved_bytes}, so generators may wait for room"
+        f"{size_text(settings.queue.max_bytes)} hold {settings.queue.max_bytes // settings.reserved_bytes} groups in "
+        f"flight, each of up to {size_text(settings.reserved_bytes)}; queue.max_staleness = "
+        f"{settings.queue.max_staleness} allows {settings.bytes_for_bound // settings.reserved_bytes}, so generators "
+        f"may wait for room"
     )
     fix = f"queue.max_bytes = {settings.bytes_for_bound}, or a lower sampling.max_new_tokens"
     yield Finding("queue.max_bytes", "WARN", text, fix=fix)

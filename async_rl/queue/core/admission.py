@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from async_rl.config.config import Config
 from async_rl.config.generator import MAX_SESSION_CALLS
-from async_rl.config.queue import OnStale
+from async_rl.config.queue import QueueConfig
 from async_rl.errors import ConfigError, QueueError
 from async_rl.queue.core.pace import RunAheadSetting
 from async_rl.queue.messages import Announcement, StepAck
@@ -54,28 +54,17 @@ class QueueSettings:
 
     group_size: int
     groups_per_step: int
-    max_staleness: int
     sampling: Sampling
     updates_per_batch: int
-    sync_every: int
-    max_bytes: int
-    filter_range: tuple[float, float] | None
-    refill: bool
+    queue: QueueConfig
     max_filtered: int
-    lease_timeout_s: float
-    max_attempts: int
-    max_outage_s: float
     seed: int
-    generator_timeout_s: float
-    on_stale: OnStale
-    wait_s: float
     accepts_changed_data: bool
     temperature_end: float | None
     temperature_steps: int
     vocab_size: int | None
     max_turns: int
     max_abs_reward: float
-    max_refused_share: float
     routing: RoutingShape | None = None
     """The shape of the routes that training leases want. None: they want none."""
     teacher_bytes: int = 0
@@ -89,7 +78,8 @@ class QueueSettings:
     max_turn_tokens: int | None = None
     """The value of ``environment.max_turn_tokens``. None without an environment."""
     run_ahead: RunAheadSetting = "bound"
-    """The value of ``queue.run_ahead``."""
+    """The value of ``queue.run_ahead``, or what takes its place with other keys."""
+    generator_timeout_s: float = GENERATOR_TIMEOUT_S
 
     def __post_init__(self) -> None:
         if not self.sampling.keeps_all and not self.sampling.top_k and self.vocab_size is None:
@@ -100,7 +90,7 @@ class QueueSettings:
                 f"the number of tokens"
             )
         needed = self.groups_per_step * self.reserved_bytes
-        if needed > self.max_bytes:
+        if needed > self.queue.max_bytes:
             remedies = ["raise it", "lower learner.groups_per_step, sampling.group_size or sampling.max_new_tokens"]
             if not self.sampling.keeps_all:
                 remedies.append("lower (or set) sampling.top_k")
@@ -109,14 +99,7 @@ class QueueSettings:
                 remedies.append(f"set model.routing_replay = false: routes take {token_bytes} bytes a token")
             raise ConfigError(
                 f"queue.max_bytes: expected at least {needed}, which one step of {self.groups_per_step} groups may "
-                f"need, got {self.max_bytes}; {', or '.join(remedies)}"
-            )
-        if self.lowest_bound > self.max_staleness:
-            raise ConfigError(
-                f"weights.sync_every + learner.updates_per_batch (times learner.epochs_per_batch): expected at most "
-                f"queue.max_staleness + 2 = {self.max_staleness + 2}, got {self.sync_every} + "
-                f"{self.updates_per_batch}, with which every group would be too old; lower one of them, or raise "
-                f"queue.max_staleness"
+                f"need, got {self.queue.max_bytes}; {', or '.join(remedies)}"
             )
 
     @classmethod
@@ -137,21 +120,11 @@ class QueueSettings:
         return cls(
             group_size=config.sampling.group_size,
             groups_per_step=config.learner.groups_per_step,
-            max_staleness=config.queue.max_staleness,
             sampling=train_sampling(config),
             updates_per_batch=config.learner.versions_per_batch,
-            sync_every=config.weights.sync_every,
-            max_bytes=config.queue.max_bytes,
-            filter_range=config.queue.filter_range,
-            refill=config.queue.refill,
+            queue=config.queue,
             max_filtered=config.max_filtered,
-            lease_timeout_s=config.queue.lease_timeout_s,
-            max_attempts=config.queue.max_attempts,
-            max_outage_s=config.queue.max_outage_s,
             seed=config.run.seed,
-            generator_timeout_s=GENERATOR_TIMEOUT_S,
-            on_stale=config.queue.on_stale,
-            wait_s=config.queue.wait_s,
             accepts_changed_data=config.data.on_change == "accept",
             temperature_end=config.sampling.temperature_end,
             temperature_steps=config.temperature_steps,
@@ -159,7 +132,6 @@ class QueueSettings:
             max_turns=config.environment.max_turns if config.environment.is_set else 1,
             rollout_tokens=config.max_rollout_tokens,
             max_abs_reward=config.reward.max_abs,
-            max_refused_share=config.queue.max_refused_share,
             routing=routing,
             teacher_bytes=_ITEM_BYTES["teacher.logprobs"] * (1 + config.distill.top_k)
             + _ITEM_BYTES["teacher.top_ids"] * config.distill.top_k
@@ -197,7 +169,7 @@ class QueueSettings:
     @property
     def bytes_for_bound(self) -> int:
         """What ``queue.max_bytes`` must be so that only the staleness bound limits the groups in flight."""
-        most = (self.max_staleness + 1) // self.updates_per_batch * self.groups_per_step
+        most = (self.queue.max_staleness + 1) // self.updates_per_batch * self.groups_per_step
         return most * self.reserved_bytes
 
     @property
@@ -219,11 +191,6 @@ class QueueSettings:
         done, start = min(1.0, version / self.temperature_steps), self.sampling.temperature
         return replace(self.sampling, temperature=(1 - done) * start + done * self.temperature_end)
 
-    @property
-    def lowest_bound(self) -> int:
-        """The lowest staleness bound that may be set, as ``Config.lowest_bound``."""
-        return self.sync_every + self.updates_per_batch - 2
-
     def group_limit(self, *, version: int, active_version: int, steps_left: int) -> int:
         """Return how many groups may be in flight, queued and taken together when a generator requests leases.
 
@@ -232,12 +199,12 @@ class QueueSettings:
             active_version: the generator's version.
             steps_left: the number of steps that the learner has still to train.
         """
-        batches = (self.max_staleness + 1 - (version - active_version)) // self.updates_per_batch
+        batches = (self.queue.max_staleness + 1 - (version - active_version)) // self.updates_per_batch
         return max(0, min(batches, steps_left)) * self.groups_per_step
 
     def oldest_trainable(self, version: int) -> int:
         """Return the oldest version that may be in a batch that the learner takes at ``version``."""
-        return version + self.updates_per_batch - 1 - self.max_staleness
+        return version + self.updates_per_batch - 1 - self.queue.max_staleness
 
     def oldest_after_step(self, version: int) -> int:
         """Return the oldest version that may be in the batch after the one that the learner takes at ``version``."""
@@ -249,7 +216,7 @@ class QueueSettings:
         ``version`` is the learner's version.
         """
         batches_before = outstanding // self.groups_per_step
-        return max(0, version + (batches_before + 1) * self.updates_per_batch - 1 - self.max_staleness)
+        return max(0, version + (batches_before + 1) * self.updates_per_batch - 1 - self.queue.max_staleness)
 
 
 LEARNER_STATUS = ("lineage", "step", "num_steps", "version", "training_notes")

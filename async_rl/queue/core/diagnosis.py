@@ -45,7 +45,7 @@ def _failure_notes(state: QueueState) -> dict[str, str]:
     """Return what fails at present, and where rollouts have failed."""
     failed = {f"failed: {place}": failed_line(failed_place) for place, failed_place in state.failed_places.items()}
     if (outage := state.retries.outage) is not None:
-        return {**failed, "outage": outage.describe(state.now, state.settings.max_outage_s)}
+        return {**failed, "outage": outage.describe(state.now, state.settings.queue.max_outage_s)}
     quarantined = {entry.generator_id: entry.why_failing(state.now) for entry in state.generators.alive(state.now)}
     return {**failed, **{f"quarantined: {name}": why for name, why in quarantined.items() if why}}
 
@@ -54,13 +54,13 @@ def _too_slow_note(state: QueueState) -> dict[str, str]:
     slow, settings = state.ledger.groups.dropped["too_slow"], state.settings
     if not slow:
         return {}
-    waits = settings.on_stale == "wait"
+    waits = settings.queue.on_stale == "wait"
     remedy = "raise queue.wait_s" if waits else 'set queue.on_stale = "wait", with which steps wait for them'
     text = (
-        f"{slow} prompt{'s were' if slow > 1 else ' was'} excluded as too slow: {settings.max_attempts} times "
+        f"{slow} prompt{'s were' if slow > 1 else ' was'} excluded as too slow: {settings.queue.max_attempts} times "
         f"(queue.max_attempts) all tokens of the answers were older than queue.max_staleness = "
-        f"{settings.max_staleness} allows when they arrived. What takes long, such as slow tools and long answers, "
-        f"is missing from the training. Raise queue.max_staleness, or {remedy}"
+        f"{settings.queue.max_staleness} allows when they arrived. What takes long, such as slow tools and long "
+        f"answers, is missing from the training. Raise queue.max_staleness, or {remedy}"
     )
     return {"too_slow": text}
 
@@ -70,9 +70,9 @@ def _bytes_note(state: QueueState) -> dict[str, str]:
         return {}
     settings = state.settings
     text = (
-        f"generators wait for room in the queue: queue.max_bytes = {settings.max_bytes}, and each group in flight "
-        f"reserves its largest size, {settings.reserved_bytes} bytes. For the full effect of queue.max_staleness = "
-        f"{settings.max_staleness} raise queue.max_bytes to {settings.bytes_for_bound}, or lower "
-        f"sampling.max_new_tokens"
+        f"generators wait for room in the queue: queue.max_bytes = {settings.queue.max_bytes}, and each group in "
+        f"flight reserves its largest size, {settings.reserved_bytes} bytes. For the full effect of "
+        f"queue.max_staleness = {settings.queue.max_staleness} raise queue.max_bytes to {settings.bytes_for_bound}, "
+        f"or lower sampling.max_new_tokens"
     )
     return {"bytes": text}

@@ -208,9 +208,9 @@ def receive(
     )  # fmt: skip
     if not unfit and group.generator_id != generator_id:
         unfit = f"expected a group of generator {generator_id!r}, which sent it, got one of {group.generator_id!r}"
-    free = state.settings.max_bytes - state.group_bytes - state.leases.reserved + active.reserved
+    free = state.settings.queue.max_bytes - state.group_bytes - state.leases.reserved + active.reserved
     # A larger group could forever leave too little room for the rest of its step.
-    room = min(free, state.settings.max_bytes // state.settings.groups_per_step)
+    room = min(free, state.settings.queue.max_bytes // state.settings.groups_per_step)
     if not unfit and active.evaluation is None and in_blocks(len(payload)) > max(active.reserved, room):
         unfit = f"expected at most {max(active.reserved, room)} bytes (queue.max_bytes), got {len(payload)}"
     if unfit:
@@ -251,11 +251,11 @@ def _note_refused(state: QueueState, generator_id: str, cause: str) -> None:
     # The journal must get the new counts even if nothing else has changed.
     state.revision += 1
     num_refused = sum(entry.returned)
-    if num_refused > state.settings.max_refused_share * QUARANTINE_OF:
+    if num_refused > state.settings.queue.max_refused_share * QUARANTINE_OF:
         quarantine(
             state, generator_id,
             f"{num_refused} of its last {QUARANTINE_OF} groups were refused ({entry.causes}); limit: "
-            f"queue.max_refused_share = {state.settings.max_refused_share:g}",
+            f"queue.max_refused_share = {state.settings.queue.max_refused_share:g}",
         )  # fmt: skip
 
 
@@ -446,7 +446,7 @@ def _grant_training(
 def _why_too_slow(state: QueueState, learner: LearnerSide, generator_id: str) -> str:
     """Return why the generator is too slow for the learner's staleness bound (``pace``); empty if it is not."""
     settings, paces = state.settings, state.generators.paces
-    bound = settings.max_staleness
+    bound = settings.queue.max_staleness
     batches = max(1, (bound + 1) // settings.updates_per_batch)
     before = paces.why(generator_id)
     window = Window(batches, settings.groups_per_step, state.run_ahead.step_s, bound)
@@ -470,10 +470,10 @@ def _grant_from_stream(
             state.run_ahead.hold(pace, state.now)
             return leases, LeasesGranted((), f"sampling is far enough ahead: {_groups_line(state, pace)}")
         used = state.group_bytes + state.leases.reserved
-        if used + settings.reserved_bytes > settings.max_bytes:
+        if used + settings.reserved_bytes > settings.queue.max_bytes:
             state.is_short_of_bytes = True
             return leases, LeasesGranted(
-                (), f"queue.max_bytes = {settings.max_bytes}: {used} bytes are in use or reserved"
+                (), f"queue.max_bytes = {settings.queue.max_bytes}: {used} bytes are in use or reserved"
             )
         num_passed = state.stream.num_passed
         position = state.retries.draw(generator_id)
@@ -559,7 +559,7 @@ def build_lease(
         sampling=settings.sampling_at(max(version, min_version)) if evaluation is None else evaluation.sampling,
         lineage=lineage,
         min_version=min_version,
-        max_staleness=settings.max_staleness,
+        max_staleness=settings.queue.max_staleness,
         attempt=attempt,
         seed=lease_seed(settings.seed, kind, "" if evaluation is None else evaluation.key[0], position),
         wants_routes=evaluation is None and settings.routing is not None,
@@ -613,16 +613,16 @@ def _receive_training(
 ) -> Verdict:
     settings = state.settings
     accuracy = group.accuracy / max(1, group.num_graded)  # the others say nothing
-    is_kept = fits_filter(settings.filter_range, accuracy, group.rewards_differ)
+    is_kept = fits_filter(settings.queue.filter_range, accuracy, group.rewards_differ)
     flaw = flaw_of(group, settings, fits_filter=is_kept)
-    bound_version = group.newest_version if settings.on_stale == "mask" else group.oldest_version
+    bound_version = group.newest_version if settings.queue.on_stale == "mask" else group.oldest_version
     if bound_version < settings.oldest_trainable(learner.version):
         state.count_outcome("received", group)
         state.count_outcome("dropped", group)
         _lose_returned(state, active, "stale", group.num_tokens)
         return "stale"
     state.generators.note_pace(active, group.num_tokens, state.now, is_returned=True)
-    is_filtered = not is_kept and settings.refill
+    is_filtered = not is_kept and settings.queue.refill
     state.run_ahead.returned(state.now - active.issued_at, is_filtered=is_filtered)
     if is_filtered:
         state.leases.close(active.lease.lease_id, _RETURNED)
@@ -634,8 +634,8 @@ def _receive_training(
         state.count_outcome("filtered", group)
         state.retries.forget(group.position)
         state.filtered_since_step += 1
-        assert settings.filter_range is not None
-        state.filtered_right_since_step += accuracy >= settings.filter_range[1]
+        assert settings.queue.filter_range is not None
+        state.filtered_right_since_step += accuracy >= settings.queue.filter_range[1]
         return "filtered"
     # Store the payload before any change. If the disk has no room, the generator returns the group again.
     ref = state.payloads.keep(payload)

@@ -311,7 +311,7 @@ def _drop_too_old(state: QueueState, learner: LearnerSide) -> None:
     for group in state.queued.pop_older_than(oldest):
         state.drop_group(group, "queued", "stale", requeue=True)
     # Under "mask" a lease can always be trained: its newer tokens will be within the bound.
-    if state.settings.on_stale != "mask":
+    if state.settings.queue.on_stale != "mask":
         for active in state.leases.training_older_than(oldest):
             state.lose_lease(active, "cancelled")
 
@@ -445,7 +445,7 @@ def _why_nobody_samples(state: QueueState) -> str:
     if not alive:
         return "no generator is connected"
     if (outage := state.retries.outage) is not None:
-        return outage.describe(state.now, state.settings.max_outage_s)
+        return outage.describe(state.now, state.settings.queue.max_outage_s)
     if all(entry.trouble for entry in alive):
         further = f" (problems of other generators: {len(alive) - 1})" if len(alive) > 1 else ""
         return f"generator {alive[0].generator_id} reports: {alive[0].trouble}{further}"
@@ -460,7 +460,7 @@ def _with_causes(awaited: str, *causes: str) -> str:
 
 def _must_wait(state: QueueState, learner: LearnerSide) -> bool:
     """Return whether the take of a batch that is ready must wait for leases that would be too old after its step."""
-    if state.settings.on_stale != "wait":
+    if state.settings.queue.on_stale != "wait":
         return False
     if not state.leases.training_older_than(state.settings.oldest_after_step(learner.version)):
         return False

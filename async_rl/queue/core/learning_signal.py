@@ -171,14 +171,14 @@ def flaw_of(group: GroupSummary, settings: QueueSettings, *, fits_filter: bool) 
     """
     if not (num_graded := group.num_graded):
         return "unjudged"
-    if settings.filter_range is None:
+    if settings.queue.filter_range is None:
         if settings.teacher_bytes or group.rewards_vary or 0.0 < group.accuracy < num_graded:
             return "cut" if _is_all_cut(group, settings) else None
         low, high = 0.0, 1.0
     else:
         if fits_filter:
             return "cut" if _is_all_cut(group, settings) else None
-        low, high = settings.filter_range
+        low, high = settings.queue.filter_range
     accuracy = group.accuracy / num_graded
     if group.rewards_differ is not None:
         return "equal"

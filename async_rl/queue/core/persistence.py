@@ -350,7 +350,7 @@ def status(state: QueueState, now: float) -> dict[str, Any]:
         "bytes": state.group_bytes + state.evals.num_bytes,
         "bytes_pinned": sum(g.ref.disk_bytes for g in state.snapshot_refs.groups if not state.is_live(g.lease_id)),
         "bytes_reserved": state.leases.reserved,
-        "max_bytes": state.settings.max_bytes,
+        "max_bytes": state.settings.queue.max_bytes,
         "stream": {
             "position": state.stream.position,
             "requeued": state.stream.num_requeued,

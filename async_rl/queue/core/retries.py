@@ -155,7 +155,7 @@ class Retries:
             self._generators.note_failing(entry.generator_id)
             if not had_outage:
                 outage = self.outage
-                paused = outage and outage.describe(now, self._settings.max_outage_s)
+                paused = outage and outage.describe(now, self._settings.queue.max_outage_s)
                 self._news.append(paused or entry.why_failing(now))
             if not only_suspects:
                 self.forgive(entry)
@@ -228,10 +228,10 @@ class Retries:
         attempts = self._data.attempts.setdefault(position, Attempts())
         if cause in ("stale", "cancelled"):
             attempts.stale, attempts.by = attempts.stale + 1, generator_id
-            final: DropCause = "too_slow" if attempts.stale >= self._settings.max_attempts else cause
+            final: DropCause = "too_slow" if attempts.stale >= self._settings.queue.max_attempts else cause
         else:
             self._note_attempt(attempts, cause, generator_id, counts=counts)
-            final = "poison" if attempts.failed >= self._settings.max_attempts else cause
+            final = "poison" if attempts.failed >= self._settings.queue.max_attempts else cause
         if final == cause:
             self._stream.requeue(position)
         else:
@@ -248,7 +248,7 @@ class Retries:
         """
         attempts = evaluation.attempts(row)
         self._note_attempt(attempts, cause, generator_id, counts=counts)
-        is_given_up = not requeue or attempts.failed >= self._settings.max_attempts
+        is_given_up = not requeue or attempts.failed >= self._settings.queue.max_attempts
         self._evals.note(evaluation)
         if is_given_up:
             self._evals.answer(evaluation, row, Answer(None))

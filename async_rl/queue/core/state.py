@@ -141,7 +141,7 @@ class QueueState(PersistedState):
             )
         self.stream.cursor, self.stream.curriculum.changes = self.cursor, self.changes
         self._sources = rows_by_source(row.source for row in self.rows) if self.stream.curriculum.is_on else {}
-        self.leases = LeaseTable(self.settings.lease_timeout_s, self.changes)
+        self.leases = LeaseTable(self.settings.queue.lease_timeout_s, self.changes)
         self.generators = GeneratorTable(self.settings.generator_timeout_s, self.changes)
         self.evals = EvalBook(self.changes, self.payloads)
         self.retries = Retries(self, self.settings, self.stream, self.leases, self.generators, self.evals, self.news)
@@ -338,7 +338,7 @@ class QueueState(PersistedState):
         as groups in flight when new leases are granted. At a staleness bound of 1 that cost a tenth of the steps/s.
         If the optimizer step is skipped later, the leases were ended needlessly.
         """
-        if self.settings.on_stale != "mask":
+        if self.settings.queue.on_stale != "mask":
             for active in self.leases.training_older_than(self.settings.oldest_after_step(learner.version)):
                 self.lose_lease(active, "cancelled")
 
@@ -432,7 +432,7 @@ class QueueState(PersistedState):
     @property
     def _wait_deadline(self) -> float | None:
         """The time at which a waiting batch stops waiting for leases; None if no batch waits."""
-        return None if self.waits_since is None else self.waits_since + self.settings.wait_s
+        return None if self.waits_since is None else self.waits_since + self.settings.queue.wait_s
 
     def _stop_waiting(self) -> None:
         """If a batch has waited for ``queue.wait_s``, end the leases that it waited for."""
@@ -503,7 +503,7 @@ def outage_reason(state: QueueState) -> str:
     outage = state.retries.outage
     if outage is None:
         return ""
-    return outage.diagnosis(state.now, state.settings.max_outage_s, is_proven=state.retries.is_code_proven)
+    return outage.diagnosis(state.now, state.settings.queue.max_outage_s, is_proven=state.retries.is_code_proven)
 
 
 def _compare(totals: Mapping[str, tuple[int, int]]) -> None:

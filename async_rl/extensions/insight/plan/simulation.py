@@ -89,12 +89,11 @@ class Simulation:
         self._repeats = config.sampling.deterministic or config.generator.backend == "fake"
         # The sizes of sampling masks are unknown here. Progress is never missing, and nothing stops the run.
         sampling = config.sampling.model_copy(update={"top_p": 1.0, "top_k": 0, "min_p": 0.0})
-        queue = config.queue.model_copy(update={"max_staleness": setting.max_staleness})
+        queue = config.queue.model_copy(update={"max_staleness": setting.max_staleness, "lease_timeout_s": _NEVER_S})
         planned = config.model_copy(update={"queue": queue, "sampling": sampling})
         self._settings = replace(
-            QueueSettings.from_config(planned, vocab_size=None),
-            lease_timeout_s=_NEVER_S, generator_timeout_s=_NEVER_S, max_filtered=1 << 60,
-        )  # fmt: skip
+            QueueSettings.from_config(planned, vocab_size=None), generator_timeout_s=_NEVER_S, max_filtered=1 << 60
+        )
         size = self._settings.group_size
         steady = _ROLLOUTS // (size * self._settings.groups_per_step)
         self._num_steps = num_steps or min(_MOST_STEPS, max(_LEAST_STEPS, steady))
@@ -257,7 +256,7 @@ class Simulation:
         taken = learner_requests.take(state, _LINEAGE, self._step, self._version, self._now)
         if isinstance(taken, NotReady):
             if state.waits_since is not None and self._wait_ends_at <= self._now:
-                self._wait_ends_at = state.waits_since + self._settings.wait_s
+                self._wait_ends_at = state.waits_since + self._settings.queue.wait_s
                 self._at(self._wait_ends_at, self._end_wait)
             return
         self._awaits_batch = False
