@@ -6,8 +6,7 @@ replies, grouped by receiver. ``REQUESTS`` and ``REPLIES`` map the type name of 
 One ROUTER socket serves all clients. Every request has a ``request_id``, and its reply has the same id. A client
 repeats a request with the same id until the reply comes, so every request may be handled more than once. Each reply to
 a generator may also carry a notice: the fields ``announcement``, ``cancelled`` and ``finished``. A message of type
-``notice`` has only these fields, and no ``request_id``. Several messages to one peer may be sent as the frames of one
-multipart message.
+``notice`` has only these fields, and no ``request_id``.
 """
 
 from __future__ import annotations
@@ -567,7 +566,6 @@ class Attached(msgspec.Struct, frozen=True):
     ``shared`` has the server's values of the config keys on which both must agree (``shared_values``).
     """
 
-    run_id: str
     shared: dict[str, Any]
 
 

@@ -76,11 +76,6 @@ class FakeEndpoint:
     def block(self, peer: bytes, now: float) -> None:
         self.blocked.add(peer)
 
-    def admits_another(self, peer: bytes, now: float) -> bool:
-        return True
-
-    def note_refused(self, now: float) -> None: ...
-
     def note_malformed(self, peer: bytes, now: float) -> None: ...
 
     def require_learner_key(self, type_: str, key: str) -> None: ...

@@ -26,10 +26,10 @@ from tests.queue.world import World
 
 STORAGE_CALLS = ((os, "pwritev"), (os, "open"), (os, "fstat"), (Path, "rename"), (Path, "unlink"))
 STATE_CALLS = (
-    (LeaseTable, "add"), (LeaseTable, "close"), (LeaseTable, "set_status"), (Ledger, "issue"), (Ledger, "arrive"),
+    (LeaseTable, "add"), (LeaseTable, "close"), (LeaseTable, "set_status"), (Ledger, "issue"), (Ledger, "move"),
     (ReadyGroups, "add"), (EvalBook, "answer"), (Changes, "put"), (Changes, "delete"),
 )  # fmt: skip
-LEARNER_CALLS = ((Ledger, "take"), (Ledger, "train"), (Ledger, "deliver"), (ReadyGroups, "pop_first"))
+LEARNER_CALLS = ((Ledger, "train"), (ReadyGroups, "pop_first"))
 
 
 def no_room(code: int) -> Callable[[str], Exception]:

@@ -170,7 +170,7 @@ def test_forged_messages_exclude_no_prompt_and_harm_no_other_generator(rounds: l
     for _ in range(2 * len(rounds) + 2):  # of up to four lies a round, two are sampled at a time
         lies.live()
     lies.check()
-    assert not lies.state.stream.requeued, "the other generator samples the prompts of all lies"
+    assert not lies.state.stream.cursor.requeued, "the other generator samples the prompts of all lies"
 
 
 # One kind of lie at a time.
@@ -242,8 +242,8 @@ def test_the_prompts_of_a_generator_that_is_quarantined_for_its_groups_are_charg
     liar = state.generators.get(LIAR)
     assert liar is not None
     assert liar.quarantined
-    assert {lease.prompt.position for lease in others[11:]} <= set(state.stream.requeued)
-    assert queued.prompt.position in state.stream.requeued
+    assert {lease.prompt.position for lease in others[11:]} <= set(state.stream.cursor.requeued)
+    assert queued.prompt.position in state.stream.cursor.requeued
     excluded = {found["position"] for found in persistence.excluded(state)}
     # With one attempt a prompt, each refusal excludes it: the generator had a good group before.
     assert excluded == {lease.prompt.position for lease in others[:11]}

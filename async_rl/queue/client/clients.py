@@ -281,7 +281,7 @@ class LearnerQueue:
         With ``next_take_s``, also request the groups of the next step, and wait up to that long for them. The next
         ``take`` returns these groups.
         """
-        request_id = self._connection.post(ack, with_next=next_take_s is not None)
+        request_id = self._connection.post(ack)
         if next_take_s is not None:
             self.begin_take(ack.lineage, ack.step + 1, ack.version, next_take_s)
         return _acked(self._await(request_id, "ack", 0.0))

@@ -69,7 +69,6 @@ class Connection:
         self.address, self._secret = address, secret
         self._prefix, self._numbers = uuid.uuid4().hex[:8], itertools.count()
         self._outstanding: dict[str, Outstanding] = {}
-        self._unsent: list[Outstanding] = []
         self._num_outstanding: Counter[str] = Counter()
         self._waiting_since: float | None = None
         self._logged_trouble, self._logged_at = "", 0.0
@@ -85,13 +84,10 @@ class Connection:
         """Return whether a request of the type ``type_`` has no reply yet."""
         return self._num_outstanding[type_] > 0
 
-    def post(
-        self, request: msgspec.Struct, parts: Sequence[Frame] = (), *, wait_s: float = 0.0, with_next: bool = False
-    ) -> str:
+    def post(self, request: msgspec.Struct, parts: Sequence[Frame] = (), *, wait_s: float = 0.0) -> str:
         """Send a request (a record of ``messages``) and return its id.
 
-        The server may delay the reply by up to ``wait_s``. With ``with_next``, the request is sent together with the
-        next one, so that both wake the server only once.
+        The server may delay the reply by up to ``wait_s``.
         """
         request_id = f"{self._prefix}-{next(self._numbers)}"
         now, type_ = time.monotonic(), WIRE_TYPES[type(request)]
@@ -99,9 +95,7 @@ class Connection:
         outstanding = Outstanding(request_id, type_, fields, tuple(parts), wait_s, now)
         self._outstanding[request_id] = outstanding
         self._num_outstanding[type_] += 1
-        self._unsent.append(outstanding)
-        if not with_next:
-            self._send_unsent(now)
+        self._try_send(outstanding, now)
         return request_id
 
     def send_once(self, request: msgspec.Struct) -> bool:
@@ -169,27 +163,17 @@ class Connection:
                 request.due_at = now
 
     def _send_due(self, now: float) -> None:
-        self._send_unsent(now)
         for request in self._outstanding.values():
             if request.due_at <= now:
-                self._try_send([request], now)
+                self._try_send(request, now)
 
-    def _send_unsent(self, now: float) -> None:
-        unsent, self._unsent = self._unsent, []
-        if unsent:
-            self._try_send(unsent, now)
-
-    def _try_send(self, requests: Sequence[Outstanding], now: float) -> None:
-        """Send requests as one multipart message. If there is no connection, or no room, try again later."""
+    def _try_send(self, request: Outstanding, now: float) -> None:
+        """Send a request. If there is no connection, or no room, try again later."""
         # While there is no connection, don't encode in vain.
-        is_sent = self.link.is_connected and self._caller.send(
-            [frame for request in requests for frame in self._frames(request)]
-        )
-        for request in requests:
-            if is_sent:
-                request.sent_at, request.due_at = now, now + RESEND_S + request.wait_s
-            else:
-                request.due_at = now + _RETRY_S
+        if self.link.is_connected and self._caller.send(self._frames(request)):
+            request.sent_at, request.due_at = now, now + RESEND_S + request.wait_s
+        else:
+            request.due_at = now + _RETRY_S
 
     def _frames(self, request: Outstanding) -> Sequence[Frame]:
         frame = encode(request.type, request.fields, num_parts=len(request.parts))
@@ -204,21 +188,17 @@ class Connection:
     def _receive(self, now: float) -> list[tuple[Outstanding | None, Message]]:
         received: list[tuple[Outstanding | None, Message]] = []
         for frames in self._caller.receive():
-            while frames:
-                message, frames = self._first(frames)
-                request_id = message.fields.get("request_id")
-                request = self._answered(request_id, message, now) if isinstance(request_id, str) else None
-                # Skip the answer to a repeat of a request that is already answered.
-                if request is not None or request_id is None:
-                    received.append((request, message))
+            message = self._decoded(frames)
+            request_id = message.fields.get("request_id")
+            request = self._answered(request_id, message, now) if isinstance(request_id, str) else None
+            # Skip the answer to a repeat of a request that is already answered.
+            if request is not None or request_id is None:
+                received.append((request, message))
         return received
 
-    def _first(self, frames: list[zmq.Frame]) -> tuple[Message, list[zmq.Frame]]:
-        """Return the first message in ``frames``, with its parts, and the frames after it."""
+    def _decoded(self, frames: list[zmq.Frame]) -> Message:
         try:
-            message = decode(frames[0].buffer, _LIMITS)
-            end = 1 + message.num_parts
-            return message.with_parts(frame.buffer for frame in frames[1:end]), frames[end:]
+            return decode(frames[0].buffer, _LIMITS).with_parts(frame.buffer for frame in frames[1:])
         except WireError as error:
             raise WireError(f"the queue server at {self.address} sent a malformed message: {error}") from error
 

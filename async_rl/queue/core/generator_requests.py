@@ -603,7 +603,7 @@ def _receive_answer(state: QueueState, active: ActiveLease, group: GroupSummary,
     answer = Answer(state.payloads.keep(payload), group.num_rollouts, group.num_tokens)
     state.leases.close(active.lease.lease_id, _RETURNED)
     state.evals.answer(evaluation, active.lease.prompt.row, answer)
-    state.eval_ledger.arrive("queued", group.num_rollouts, group.num_tokens)
+    state.eval_ledger.move("in_flight", "queued", group.num_rollouts, group.num_tokens)
     state.revision += 1
     return "eval_done"
 
@@ -630,7 +630,7 @@ def _receive_training(
         state.signal.observe(flaw, group, settings, learner.step)
         state.count_outcome("received", group)
         state.stream.observe(group.position, min(1.0, max(0.0, accuracy)))
-        state.ledger.arrive("filtered", group.num_rollouts, group.num_tokens)
+        state.ledger.move("in_flight", "filtered", group.num_rollouts, group.num_tokens)
         state.count_outcome("filtered", group)
         state.retries.forget(group.position)
         state.filtered_since_step += 1
@@ -643,7 +643,7 @@ def _receive_training(
     state.stream.observe(group.position, min(1.0, max(0.0, accuracy)))
     state.leases.close(active.lease.lease_id, _RETURNED)
     state.count_outcome("received", group)
-    state.ledger.arrive("queued", group.num_rollouts, group.num_tokens)
+    state.ledger.move("in_flight", "queued", group.num_rollouts, group.num_tokens)
     announced = learner.announced_version
     stored = StoredGroup(
         lease_id=group.lease_id,

@@ -157,7 +157,7 @@ def eval_results(
         state.received_evals.add(key)
         for answer in evaluation.answers.values():
             if answer.ref is not None:
-                state.eval_ledger.deliver(answer.rollouts, answer.tokens)
+                state.eval_ledger.move("queued", "done", answer.rollouts, answer.tokens)
         state.revision += 1
     results = [result for e in state.evals.finished if (result := _result(state, e)) is not None]
     for evaluation in state.evals.finished:
@@ -215,7 +215,7 @@ def take(state: QueueState, lineage: str, step: int, version: int, now: float) -
         state.set_taken(groups)
         state.run_ahead.took(state.now)
         for group in groups:
-            state.ledger.take(group.num_rollouts, group.num_tokens)
+            state.ledger.move("queued", "taken", group.num_rollouts, group.num_tokens)
         state.waits_since = None
         state.revision += 1
         state.cancel_left_behind(learner)

@@ -58,7 +58,7 @@ class Account(msgspec.Struct, array_like=True):
         """The sum of all counters but ``entered``. The ledger is right only if this sum equals ``entered``."""
         return self.outstanding + self.done + self.filtered + self.failed + self.masked.total() + self.dropped.total()
 
-    def move(self, source: Place, amount: int) -> None:
+    def leave(self, source: Place, amount: int) -> None:
         setattr(self, source, getattr(self, source) - amount)
 
     def void(self) -> None:
@@ -97,9 +97,11 @@ class Ledger(msgspec.Struct, array_like=True):
             account.entered += amount
             account.in_flight += amount
 
-    def arrive(self, to: Literal["queued", "filtered"], rollouts: int, tokens: int) -> None:
-        """Move a returned group from in flight to queued or filtered. ``rollouts`` and ``tokens`` are its numbers."""
-        self._leave("in_flight", rollouts, tokens)
+    def move(
+        self, source: Place, to: Literal["queued", "filtered", "taken", "done"], rollouts: int, tokens: int
+    ) -> None:
+        """Move a group from one counter to another. ``rollouts`` and ``tokens`` are its numbers."""
+        self._leave(source, rollouts, tokens)
         for account, amount in self._amounts(rollouts, tokens):
             setattr(account, to, getattr(account, to) + amount)
 
@@ -116,18 +118,6 @@ class Ledger(msgspec.Struct, array_like=True):
         """Count tokens as dropped that arrived after their group had been dropped for ``cause``."""
         self.tokens.entered += tokens
         self.tokens.dropped[cause] += tokens
-
-    def take(self, rollouts: int, tokens: int) -> None:
-        """Move a group from queued to taken by the learner."""
-        self._leave("queued", rollouts, tokens)
-        for account, amount in self._amounts(rollouts, tokens):
-            account.taken += amount
-
-    def deliver(self, rollouts: int, tokens: int) -> None:
-        """Move a group of an evaluation from queued to delivered."""
-        self._leave("queued", rollouts, tokens)
-        for account, amount in self._amounts(rollouts, tokens):
-            account.done += amount
 
     def train(self, groups: int, rollouts: int, tokens: int, counts: TrainedCounts) -> None:
         """Move ``groups`` taken groups to trained. ``counts`` says how many rollouts and tokens were trained or masked.
@@ -215,12 +205,12 @@ class Ledger(msgspec.Struct, array_like=True):
         }
 
     def _leave(self, source: Place, rollouts: int, tokens: int, groups: int = 1) -> None:
-        self.groups.move(source, groups)
-        self.rollouts.move(source, rollouts)
+        self.groups.leave(source, groups)
+        self.rollouts.leave(source, rollouts)
         if source == "in_flight":
             self.tokens.entered += tokens
         else:
-            self.tokens.move(source, tokens)
+            self.tokens.leave(source, tokens)
 
     def _amounts(self, rollouts: int, tokens: int) -> tuple[tuple[Account, int], ...]:
         return (self.groups, 1), (self.rollouts, rollouts), (self.tokens, tokens)

@@ -121,11 +121,6 @@ class PromptStream:
         return self.cursor.position
 
     @property
-    def requeued(self) -> list[int]:
-        """The positions that will be drawn again, ascending."""
-        return sorted(self.cursor.requeued)
-
-    @property
     def num_requeued(self) -> int:
         return len(self.cursor.requeued)
 
@@ -290,10 +285,6 @@ class Mixture:
     def end_of(self, epochs: int) -> int:
         """Return the lowest position before which every source has been passed over ``epochs`` times."""
         return max(self._after(source, epochs * size) for source, size in enumerate(self.sizes))
-
-    def epoch(self, position: int) -> int:
-        """Return the lowest epoch, from 0, that a source has reached after the first ``position`` positions."""
-        return min(max(0, self.count(source, position) - 1) // size for source, size in enumerate(self.sizes))
 
     def _after(self, source: int, count: int) -> int:
         """Return the number of first positions up to the one with number ``count`` (from 1) of ``source``."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,7 +22,7 @@ from async_rl.queue.core.admission import LearnerSide, QueueSettings
 from async_rl.queue.core.evaluations import EvalBook
 from async_rl.queue.core.failures import EvalKey, failures_dict
 from async_rl.queue.core.generators import GeneratorTable
-from async_rl.queue.core.groups import GroupRecord, ReadyGroups, SnapshotRefs, StoredGroup
+from async_rl.queue.core.groups import GroupRecord, GroupSummary, ReadyGroups, SnapshotRefs, StoredGroup
 from async_rl.queue.core.learning_signal import SignalWatch
 from async_rl.queue.core.leases import ActiveLease, LeaseTable
 from async_rl.queue.core.ledger import Ledger, Outcomes
@@ -33,19 +33,6 @@ from async_rl.queue.messages import DropCause, Failure, QueueStats
 from async_rl.queue.storage.journal import Changes
 from async_rl.queue.storage.payloads import MemoryPayloads, PayloadStore
 from async_rl.records import Prompt
-
-
-class _Counted(Protocol):
-    """The numbers of a group that ``count_outcome`` needs. ``GroupSummary`` and ``StoredGroup`` have them."""
-
-    @property
-    def num_rollouts(self) -> int: ...
-    @property
-    def num_tokens(self) -> int: ...
-    @property
-    def reward(self) -> float: ...
-    @property
-    def accuracy(self) -> float: ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -322,7 +309,7 @@ class QueueState(PersistedState):
             if not self.is_live(group.lease_id):
                 self.forget_group(group)
 
-    def count_outcome(self, outcome: ledgers.Outcome, group: _Counted) -> None:
+    def count_outcome(self, outcome: ledgers.Outcome, group: GroupSummary | StoredGroup) -> None:
         self.outcomes.add(
             outcome,
             rollouts=group.num_rollouts,

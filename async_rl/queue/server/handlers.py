@@ -208,7 +208,7 @@ class Handlers:
         self.state.vocab_size = vocab_size
         code = b"".join(part for name, part in zip(pack.names, pack.files, strict=True) if name == DIGESTS_FILE)
         self.state.code = hashlib.sha256(code).hexdigest()
-        return Reply(messages.Attached(self.run_id, shared_values(self._config)))
+        return Reply(messages.Attached(shared_values(self._config)))
 
     def _vocab_size(self, pack: WelcomePack) -> int | None:
         """Return the vocabulary's size, from the learner's ``config.json`` or the backend; None if unknown."""

@@ -255,39 +255,26 @@ class QueueServer:
             self._metrics.update(self._state.stats())
 
     def _receive(self, peer: bytes, key: str, frames: list[memoryview]) -> None:
-        """Handle one multipart message, which has one or several messages, each followed by its parts."""
-        left = self._receive_first(peer, key, frames)
-        while left and self._endpoint.admits_another(peer, time.monotonic()):
-            left = self._receive_first(peer, key, left)
-
-    def _receive_first(self, peer: bytes, key: str, frames: list[memoryview]) -> list[memoryview]:
-        """Handle the first message in ``frames``.
-
-        Return the frames after it, or none if its number of parts is unknown.
-        """
+        """Handle one message: its frame, followed by its parts."""
         request_id: str | None = None
-        left: list[memoryview] = []
         try:
             if not frames:
                 raise WireError("expected a message of at least one frame, got none")
             limits = self._endpoint.limits
             message = decode(frames[0], limits.wire)
             request_id = _request_id(message)
-            end = 1 + message.num_parts
-            message = message.with_parts(frames[1:end])
-            left = frames[end:]
-            limits.check(message, sum(map(len, frames[:end])))
+            message = message.with_parts(frames[1:])
+            limits.check(message, sum(map(len, frames)))
             if message.type in LEARNER_REQUESTS:
                 self._endpoint.require_learner_key(message.type, key)
         except Exception as error:
             # The state is untouched, whatever the error is.
             self._send(Request(peer, request_id, None, "malformed"), self._refusal(peer, error))
-            return left
+            return
         if self._is_stalled:
-            self._hold(peer, key, request_id, message, frames[:end])
+            self._hold(peer, key, request_id, message, frames)
         else:
             self._handle(Request(peer, request_id, None, message.type, key), message)
-        return left
 
     def _refusal(self, peer: bytes, error: Exception) -> Reply:
         """Return the error reply for an exception that has changed nothing. A bug is logged with a traceback."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import zmq
@@ -41,16 +41,7 @@ _LARGEST = 2**53
 _HEADER_BYTES = 256 << 10
 """Maximum size of a message's header. It limits memory, because decoding enlarges msgpack's smallest values about 64
 times."""
-_BUNDLE_BYTES = 1 << 20
 _ANY = "tcp://127.0.0.1:0"
-
-
-@dataclass(slots=True)
-class _Bundle:
-    """Messages to one peer that are sent as one multipart message."""
-
-    frames: list[Frame] = field(default_factory=list)
-    num_bytes: int = 0
 
 
 class Endpoint:
@@ -72,7 +63,7 @@ class Endpoint:
             max_messages_per_s=rates.max_messages_per_s, max_malformed_per_minute=rates.max_malformed_per_minute
         )
         self.limits = MessageLimits(config.max_bytes)
-        self._outgoing: dict[bytes, list[_Bundle]] = {}
+        self._outgoing: list[tuple[bytes, Sequence[Frame]]] = []
         self._current: zmq.Frame | None = None
         address = config.address or _ANY
         refuse_open_bind(address, insecure=insecure, has_keys=config.keys is not None)
@@ -114,10 +105,6 @@ class Endpoint:
                 finally:
                     self._current = None
 
-    def admits_another(self, peer: bytes, now: float) -> bool:
-        """Return whether to accept one more message from the same multipart message of this peer."""
-        return self._limiter.admits(peer, now)
-
     def note_malformed(self, peer: bytes, now: float) -> None:
         """Count a malformed message of this peer. A peer that sends too many is ignored for ``BLOCKED_S``."""
         if self._limiter.note_malformed(peer, now):
@@ -144,27 +131,17 @@ class Endpoint:
             )
 
     def send(self, peer: bytes, frames: Sequence[Frame]) -> None:
-        """Collect a message to ``peer`` (its frame and its parts) until the next ``flush``.
-
-        Small messages to one peer are joined to one multipart message, which wakes the socket's thread and the peer
-        only once. A multipart message arrives completely or not at all. So no message is added to a large one: the peer
-        can work on it while the next is being sent.
-        """
-        bundles = self._outgoing.setdefault(peer, [])
-        if not bundles or bundles[-1].num_bytes >= _BUNDLE_BYTES:
-            bundles.append(_Bundle())
-        bundles[-1].frames.extend(frames)
-        bundles[-1].num_bytes += sum(map(len, frames))
+        """Collect a message to ``peer`` (its frame and its parts) until the next ``flush``."""
+        self._outgoing.append((peer, frames))
 
     def flush(self) -> None:
         """Send all collected messages.
 
         A message to a peer that does not read is dropped; the peer will repeat its request.
         """
-        outgoing, self._outgoing = self._outgoing, {}
-        for peer, bundles in outgoing.items():
-            for bundle in bundles:
-                self._service.send(peer, bundle.frames)
+        outgoing, self._outgoing = self._outgoing, []
+        for peer, frames in outgoing:
+            self._service.send(peer, frames)
 
     def send_now(self, peer: bytes, frames: Sequence[Frame]) -> None:
         """Send one message at once, before the collected ones. It must not report a change of the queue's state.
