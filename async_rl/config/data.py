@@ -90,32 +90,6 @@ class CurriculumConfig(Section):
         """Whether any prompt may be passed over."""
         return self.chance != "uniform" or self.solved_at is not None or self.unsolved_at is not None
 
-    @model_validator(mode="after")
-    def _limits_fit(self) -> Self:
-        low, high = self.unsolved_at, self.solved_at
-        if low is not None and high is not None and low >= high:
-            raise ValueError(
-                f"data.curriculum: expected unsolved_at below solved_at, got {low:g} and {high:g}, which set aside "
-                f"every prompt; correct one of them"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _keys_have_an_effect(self) -> Self:
-        fields = CurriculumConfig.model_fields
-        if self.chance == "uniform" and self.min_chance != fields["min_chance"].default:
-            raise ValueError(
-                f'data.curriculum.min_chance: expected chance = "learnability" or "failures" with it, because every '
-                f'other prompt is always sampled, got "uniform" with {self.min_chance:g}; set chance, or leave '
-                f"min_chance out"
-            )
-        if self.solved_at is None and self.unsolved_at is None and self.rest_epochs != fields["rest_epochs"].default:
-            raise ValueError(
-                f"data.curriculum.rest_epochs: expected solved_at or unsolved_at with it, because no prompt is set "
-                f"aside otherwise, got {self.rest_epochs} alone; set one of the two, or leave rest_epochs out"
-            )
-        return self
-
 
 class DataConfig(Section):
     """The rows to train and to evaluate on."""
@@ -251,15 +225,6 @@ class DataConfig(Section):
             raise ValueError(
                 f"data.weights: expected whole numbers from 1 to {_MAX_WEIGHT}, got {', '.join(wrong)}; correct them "
                 f"(to leave a source out, remove it from data.train)"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _curriculum_fits(self) -> Self:
-        if self.curriculum.is_on and self.epochs == 1:
-            raise ValueError(
-                "data.curriculum: expected data.epochs to be unset or at least 2, because a prompt's pass rate is "
-                "known only after its first epoch, got 1; raise it, or leave [data.curriculum] out"
             )
         return self
 

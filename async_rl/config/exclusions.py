@@ -69,6 +69,33 @@ def _has_no_baseline(c: Config) -> bool:
     return c.sampling.group_size == 1 and not (is_own or row.over_step or row.has_critic)
 
 
+def _sets_all_aside(c: Config) -> str | None:
+    low, high = c.data.curriculum.unsolved_at, c.data.curriculum.solved_at
+    return None if low is None or high is None or low < high else f"{low:g} and {high:g}"
+
+
+_CURRICULUM = (
+    _row("data.curriculum", _sets_all_aside, "unsolved_at below solved_at",
+         "every prompt would be set aside, so correct one of them",
+         {"data.curriculum.unsolved_at": 0.5, "data.curriculum.solved_at": 0.5}, got="{x}"),
+    _row("data.curriculum.min_chance",
+         lambda c: c.data.curriculum.chance == "uniform" and c.data.curriculum.min_chance != 0.1,
+         'no value with chance = "uniform"',
+         "every other prompt is always sampled, so set chance, or leave the key out",
+         {"data.curriculum.min_chance": 0.2}),
+    _row("data.curriculum.rest_epochs",
+         lambda c: c.data.curriculum.rest_epochs != 2
+         and (c.data.curriculum.solved_at, c.data.curriculum.unsolved_at) == (None, None),
+         "no value without solved_at and unsolved_at",
+         "no prompt is set aside otherwise, so set one of the two, or leave the key out",
+         {"data.curriculum.rest_epochs": 3}),
+    _row("data.epochs", lambda c: c.data.curriculum.is_on and c.data.epochs == 1,
+         "no value, or at least 2, with data.curriculum",
+         "a prompt's pass rate is known only after its first epoch, so raise the key, or leave the section out",
+         {**_SOLVED, "data.epochs": 1}),
+)  # fmt: skip
+
+
 _SAMPLING = (
     _row("reward.cache_length",
          lambda c: c.reward.cache_length is not None and c.reward.cache_length >= c.sampling.max_new_tokens,
@@ -98,6 +125,19 @@ _MACHINES = (
           ("learner.devices", lambda c: c.learner.nproc, {"learner.nproc": 2, "learner.devices": [0]}),
           ("generator.devices", lambda c: c.generator.count * c.generator.tensor_parallel_size,
            {"generator.count": 2, "generator.devices": [0]}))),
+    _row("weights.port", lambda c: c.weights.port is not None and c.weights.transport not in ("auto", "tcp"),
+         'no value with weights.transport = "{c.weights.transport}", which chooses its own ports',
+         'leave the key out, or set weights.transport = "tcp"', {"weights.port": 5556, "weights.transport": "gloo"}),
+    _row("weights.peers", lambda c: c.weights.peers and c.weights.transport != "tcp",
+         'false with weights.transport = "{c.weights.transport}"',
+         'generators fetch from each other only by tcp, so set weights.transport = "tcp", or leave the key out',
+         {"weights.peers": True}),
+    *(_row(key, lambda c, key=key, default=default: c.lora.rank is None and value_of(c, key) != default,
+           "no value without lora.rank", f"set lora.rank, or leave {key} out", {key: value})
+      for key, default, value in (("lora.publish", "merged", "adapters"), ("lora.base_bits", None, 8))),
+    _row("optimizer.adamw_lr", lambda c: c.optimizer.adamw_lr is not None and c.optimizer.name != "muon",
+         'no value with optimizer.name = "{c.optimizer.name}"', "leave the key out, and set optimizer.lr",
+         {"optimizer.adamw_lr": 0.1}),
     _row("generator.peer_port", lambda c: c.generator.peer_port > 0 and not c.weights.peers, "0 without weights.peers",
          "no generator sends weights to another one, so set weights.peers = true, or leave generator.peer_port out",
          {"generator.peer_port": 5600}),
@@ -452,7 +492,7 @@ _AUDIT = (
 )  # fmt: skip
 
 EXCLUSIONS: tuple[Contradiction, ...] = (
-    *_STALENESS, *_SAMPLING, *_MACHINES, *_REWARDS, *_SCORERS, *_DISTILLATION, *_ENVIRONMENT, *_GENERATING, *_CRITIC,
-    *_AUDIT,
+    *_STALENESS, *_CURRICULUM, *_SAMPLING, *_MACHINES, *_REWARDS, *_SCORERS, *_DISTILLATION, *_ENVIRONMENT,
+    *_GENERATING, *_CRITIC, *_AUDIT,
 )  # fmt: skip
 """Every combination of keys of different sections that is refused, in the order in which they are checked."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from async_rl.config.section import Free, Recorded, Section
 from async_rl.errors import ConfigError
@@ -126,20 +126,6 @@ class LoraConfig(Section):
     def scale(self) -> float:
         """The factor of B A. 0 without adapters."""
         return 0.0 if self.rank is None else self.alpha / (self.rank**0.5 if self.rank_stabilized else self.rank)
-
-    @model_validator(mode="after")
-    def _has_a_rank(self) -> Self:
-        if self.publish == "adapters" and self.rank is None:
-            raise ValueError(
-                'publish: expected lora.rank to be set for "adapters", got no rank; set lora.rank, or leave '
-                "lora.publish out"
-            )
-        if self.base_bits is not None and self.rank is None:
-            raise ValueError(
-                f"base_bits: expected lora.rank to be set for frozen weights of {self.base_bits} bits, got no rank; "
-                f"set lora.rank, or leave lora.base_bits out"
-            )
-        return self
 
 
 class LearnerConfig(Section):
@@ -309,15 +295,6 @@ class OptimizerConfig(Section):
         ge=0,
         description="Optimizer steps over which the learning rate rises linearly to optimizer.lr.",
     )
-
-    @model_validator(mode="after")
-    def _uses_its_keys(self) -> Self:
-        if self.adamw_lr is not None and self.name != "muon":
-            raise ValueError(
-                f'optimizer.adamw_lr: expected optimizer.name = "muon", got "{self.name}"; leave the key out, and set '
-                f"optimizer.lr"
-            )
-        return self
 
     @field_validator("betas")
     @classmethod

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from async_rl.config.section import Free, Recorded, Section
 from async_rl.errors import AddressError
@@ -189,24 +189,6 @@ class WeightsConfig(Section):
         if value is not None:
             parse_ports(value)
         return value
-
-    @model_validator(mode="after")
-    def _only_tcp_has_ports(self) -> Self:
-        if self.port is not None and self.transport not in ("auto", "tcp"):
-            raise ValueError(
-                f'weights.port: expected no value with weights.transport = "{self.transport}", which chooses its own '
-                f'ports, got {self.port!r}; leave out weights.port, or set weights.transport = "tcp"'
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _only_tcp_has_peers(self) -> Self:
-        if self.peers and self.transport != "tcp":
-            raise ValueError(
-                f'weights.peers: expected false with weights.transport = "{self.transport}", got true; generators '
-                f'fetch from each other only by tcp, so set weights.transport = "tcp", or leave weights.peers out'
-            )
-        return self
 
     @property
     def ports(self) -> range | None:

@@ -106,8 +106,6 @@ SETTINGS: list[tuple[Sections, str]] = [
     ({"data": {"weights": {"f": 1}}}, "data.weights: expected data.train to be a table of NAME = SOURCE, got ''"),
     ({"data": {"train": TWO, "weights": {"a": 1}}}, "data.weights: expected a number for each source"),
     ({"data": {"train": TWO, "weights": {"a": 1, "b": 0}}}, "data.weights: expected whole numbers from 1 to 1000"),
-    ({"data": {"curriculum": {"min_chance": 0.2, "solved_at": 1.0}}}, "data.curriculum.min_chance: expected chance"),
-    ({"data": {"curriculum": {"rest_epochs": 3, "chance": "failures"}}}, "data.curriculum.rest_epochs: expected"),
     ({"data": {"tools": "[1]"}}, "data.tools: expected a JSON list of tool schemas"),
     ({"data": {"tools": "[{"}}, "data.tools: expected a JSON list of tool schemas, got text that is not JSON"),
     ({"data": {"chat_template_kwargs": {"tools": 1}}}, "data.chat_template_kwargs: expected"),
@@ -145,10 +143,6 @@ SETTINGS: list[tuple[Sections, str]] = [
         for address in ("http://user:secret@host/v1", "http://host:port/v1", "http:///v1", "http://ho st/v1",
                         "http://host/v1?key=secret")
     ),
-    # Weights and adapters.
-    ({"weights": {"peers": True, "transport": "auto"}}, "weights.peers: expected false"),
-    ({"weights": {"port": 5556, "transport": "nccl"}}, "weights.port: expected no value with weights.transport"),
-    ({"lora": {"publish": "adapters"}}, 'lora.publish: expected lora.rank to be set for "adapters"'),
 ]  # fmt: skip
 """What needs a word on how to correct it, behind a semicolon."""
 
