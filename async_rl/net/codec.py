@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from async_rl.errors import WireError
-from async_rl.net.wire import DEFAULT_LIMITS, SAME_VERSION, Frame, Limits, Pieces, TypedReader, decode, encode
+from async_rl.net.wire import DEFAULT_LIMITS, SAME_VERSION, Frame, Limits, Pieces, decode, encode
 from async_rl.records import (
     PER_TOKEN,
     TOKEN_COLUMNS,
@@ -173,9 +173,6 @@ def _pieces(column: TokenColumn, arrays: Sequence[np.ndarray]) -> Pieces:
     )
 
 
-_READER = TypedReader("group", GroupFields)
-
-
 class FlatGroup(TokenSequence, frozen=True, eq=False, kw_only=True):
     """A group's message after decoding and checking: one sequence of all its tokens, whose arrays are views of it.
 
@@ -273,8 +270,14 @@ def decode_flat_group(frame: bytes | bytearray | memoryview, limits: Limits = DE
     Raises:
         WireError: as for ``decode_group``.
     """
-    fields, arrays = _READER.read(frame, limits)
-    columns = _named(fields.columns, arrays)
+    message = decode(frame, limits)
+    if message.type != "group" or message.num_parts:
+        raise WireError(
+            f"expected a 'group' message without parts, got a {reprlib.repr(message.type)} message with "
+            f"{message.num_parts} parts; {SAME_VERSION}"
+        )
+    fields = read_as(message.fields, GroupFields)
+    columns = _named(fields.columns, message.arrays)
     # With other bytes, a sum over the mask would be larger than the number of masked tokens.
     if np.greater(columns["loss_mask"].view(np.uint8), 1).tobytes().find(1) >= 0:
         raise WireError(

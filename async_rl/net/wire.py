@@ -6,8 +6,7 @@ Layout of a frame (little-endian)::
 
 The header is ``[schema, type, fields, [[dtype, shape, offset], ...], number of parts]``. Offsets count from the end of
 the padded header and are multiples of ``ALIGNMENT``. The contents of a frame are checked against ``Limits`` and against
-the frame's size before memory is allocated. Decoded arrays are read-only views of the frame. A ``TypedReader`` decodes
-messages of one frequent type and checks their fields in C.
+the frame's size before memory is allocated. Decoded arrays are read-only views of the frame.
 
 *Parts* follow the frame as separate ZeroMQ frames, so that a process can forward them without copying or decoding. This
 module only counts parts. The code that sends and receives frames handles them.
@@ -22,7 +21,7 @@ import reprlib
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -43,7 +42,6 @@ _NO_HEADER = (
     "malformed message: expected a header [schema, type, fields, arrays, number of parts], got another form; "
     f"{SAME_VERSION}"
 )
-_F = TypeVar("_F")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +61,6 @@ class Limits:
 
 
 DEFAULT_LIMITS = Limits()
-Arrays = tuple[np.ndarray, ...]
 Frame = bytes | bytearray | memoryview
 
 
@@ -80,7 +77,7 @@ class Message(msgspec.Struct, frozen=True, eq=False):
 
     type: str
     fields: Mapping[str, Any]
-    arrays: Arrays = ()
+    arrays: tuple[np.ndarray, ...] = ()
     num_parts: int = 0
     parts: tuple[Frame, ...] = ()
 
@@ -206,48 +203,8 @@ class _ArrayEntry(msgspec.Struct, array_like=True, gc=False):
     offset: Annotated[int, msgspec.Meta(ge=0, multiple_of=ALIGNMENT)]
 
 
-class _TypedHeader(msgspec.Struct, Generic[_F], array_like=True, gc=False):
-    schema: int
-    type: str
-    fields: _F
-    table: list[_ArrayEntry]
-    num_parts: int
-
-
-class TypedReader(Generic[_F]):
-    """Decodes messages of one type that have no parts. Their fields must fit the msgspec ``Struct`` ``fields``."""
-
-    def __init__(self, type_: str, fields: type[_F]) -> None:
-        self._type = type_
-        self._decoder = msgspec.msgpack.Decoder(_TypedHeader[fields])
-
-    def read(self, frame: Frame, limits: Limits = DEFAULT_LIMITS) -> tuple[_F, Arrays]:
-        """Return the fields and the arrays of the message in ``frame``.
-
-        Raises:
-            WireError: as for ``decode``; or the message is of another type, has parts, or has fields of other types.
-        """
-        view = memoryview(frame).toreadonly()
-        raw, start = _raw_header(view, limits)
-        try:
-            header: _TypedHeader[_F] = self._decoder.decode(raw)
-        except (ValueError, RecursionError) as error:
-            # If the frame is wrong for any type (e.g. its schema), ``decode`` raises a clearer error.
-            decode(frame, limits)
-            raise WireError(f"malformed {self._type!r} message: {error}; {SAME_VERSION}") from error
-        if (header.schema, header.type, header.num_parts) != (SCHEMA_VERSION, self._type, 0):
-            message = decode(frame, limits)
-            raise WireError(
-                f"expected a {self._type!r} message without parts, got a {reprlib.repr(message.type)} message with "
-                f"{message.num_parts} parts; {SAME_VERSION}"
-            )
-        if len(header.table) > limits.max_arrays:
-            raise WireError(f"expected at most {limits.max_arrays} arrays in a message, got {len(header.table)}")
-        return header.fields, tuple([_array(view, start, entry) for entry in header.table])
-
-
-def _raw_header(view: memoryview, limits: Limits) -> tuple[memoryview, int]:
-    """Return the bytes of a frame's msgpack header, and the offset of the first array in the frame."""
+def _header(view: memoryview, limits: Limits) -> tuple[list[Any], int]:
+    """Return a frame's header, and the offset of the first array in the frame."""
     if len(view) > limits.max_bytes:
         raise WireError(f"expected a message of at most {limits.max_bytes} bytes, got one of {len(view)} bytes")
     if len(view) < _PREFIX.size:
@@ -265,12 +222,7 @@ def _raw_header(view: memoryview, limits: Limits) -> tuple[memoryview, int]:
             f"malformed message of {len(view)} bytes: expected a header that fits into it and into "
             f"{limits.max_header_bytes} bytes, got one of {length} bytes"
         )
-    return view[_PREFIX.size : _PREFIX.size + length], _padded(_PREFIX.size + length)
-
-
-def _header(view: memoryview, limits: Limits) -> tuple[list[Any], int]:
-    raw, start = _raw_header(view, limits)
-    header = _unpacked(raw)
+    header = _unpacked(view[_PREFIX.size : _PREFIX.size + length])
     if not isinstance(header, list) or len(header) != 5:
         raise WireError(_NO_HEADER)
     schema, type_, fields, table, num_parts = header
@@ -287,7 +239,7 @@ def _header(view: memoryview, limits: Limits) -> tuple[list[Any], int]:
         )
     if limits.max_depth is not None:
         _check_plain(fields, limits.max_items, limits.max_depth)
-    return header, start
+    return header, _padded(_PREFIX.size + length)
 
 
 def _unpacked(raw: memoryview) -> Any:

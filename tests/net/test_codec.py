@@ -172,11 +172,11 @@ TYPE = "Expected `{}`, got `{}`"
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"kind": "other"}, r"malformed 'group' message: .*\.kind"),
-        ({"position": "7"}, r"malformed 'group' message: .*\.position"),
-        ({"weights_digest": {"0": 1}}, r"malformed 'group' message: .*\.weights_digest"),
+        ({"kind": "other"}, r"malformed GroupFields: .*\.kind"),
+        ({"position": "7"}, r"malformed GroupFields: .*\.position"),
+        ({"weights_digest": {"0": 1}}, r"malformed GroupFields: .*\.weights_digest"),
         ({"lengths": [4]}, f"'lengths' of a 'group' {SUM} 5"),
-        ({"lengths": [-5]}, r"Expected `int` >= 0 - at `\$\[2\]\.lengths\[0\]`"),
+        ({"lengths": [-5]}, r"Expected `int` >= 0 - at `\$\.lengths\[0\]`"),
         ({"lengths": [True]}, TYPE.format("int", "bool")),
         ({"num_sequences": [2]}, f"'num_sequences' of a 'group' {SUM} 1"),
         ({"reward_parts": {"correct": ["1"]}}, r"Expected `float \| null`, got `str`"),
@@ -190,9 +190,9 @@ TYPE = "Expected `{}`, got `{}`"
         ({"turns": [[[-1, 1.0, 1.0]]]}, "Expected `int` >= 0"),
         ({"turns": [[[1, 1.0, 1.0, 1.0]]]}, "Expected `array` of at most length 3, got 4"),
         ({"sessions": [None, None]}, "message"),
-        ({"sessions": [{**to_builtins(SESSION), "agent_s": float("nan")}]}, "message"),
-        ({"sessions": [{**to_builtins(SESSION), "tools": {"x" * 65: 1}}]}, "message"),
-        ({"sessions": [{**to_builtins(SESSION), "calls": {"first": -1}}]}, "message"),
+        ({"sessions": [{**to_builtins(SESSION), "agent_s": float("nan")}]}, "malformed GroupFields"),
+        ({"sessions": [{**to_builtins(SESSION), "tools": {"x" * 65: 1}}]}, "malformed GroupFields"),
+        ({"sessions": [{**to_builtins(SESSION), "calls": {"first": -1}}]}, "malformed GroupFields"),
     ],
 )
 def test_a_field_that_does_not_fit_is_refused(fields: dict[str, object], message: str):
