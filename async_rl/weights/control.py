@@ -157,7 +157,7 @@ class Dropped(msgspec.Struct, frozen=True):
 class PrepareCollective(msgspec.Struct, frozen=True):
     """The publisher asks a member to allocate memory for the version of ``manifest``, which a collective will bring.
 
-    ``manifest`` has the form that ``manifest_fields`` returns.
+    ``manifest`` has the fields of a ``Manifest``.
     """
 
     attempt: int
@@ -165,9 +165,7 @@ class PrepareCollective(msgspec.Struct, frozen=True):
 
 
 class StartCollective(msgspec.Struct, frozen=True):
-    """The publisher tells a member to receive a version by a collective now.
-
-    A member that does not take part closes its communicator, so that the other ranks fail at once.
+    """The publisher tells a member to receive the version of ``PrepareCollective`` by a collective now.
 
     Attributes:
         attempt: number of this collective.
@@ -180,7 +178,6 @@ class StartCollective(msgspec.Struct, frozen=True):
         deadline_s: how long the whole version may take.
         chunk_bytes: the buckets are sent in chunks of this size.
         transport: name of the collective.
-        manifest: manifest of the version. Empty if ``PrepareCollective`` brought it before.
     """
 
     attempt: int
@@ -192,7 +189,6 @@ class StartCollective(msgspec.Struct, frozen=True):
     deadline_s: float
     chunk_bytes: int
     transport: str
-    manifest: Mapping[str, Any]
 
 
 class Pull(msgspec.Struct, frozen=True):

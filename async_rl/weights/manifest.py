@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from dataclasses import field as record_field
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -59,8 +59,7 @@ class Layout:
         return sum(self.bucket_sizes)
 
 
-@dataclass(frozen=True, slots=True)
-class Manifest:
+class Manifest(msgspec.Struct, frozen=True, dict=True):
     """The layout and the digests of one version of the weights.
 
     Attributes:
@@ -69,20 +68,22 @@ class Manifest:
         tensors: the name, dtype, shape and place of each tensor.
         bucket_sizes: bytes of each bucket.
         bucket_digests: ``bucket_digests[i]`` is the digest of all bytes of bucket ``i``.
-        digest: digest of the weights as a whole: names, dtypes, shapes, layout and bytes. It does not cover ``lineage``
-            and ``version``, so equal weights have equal digests after a restart of the learner.
     """
 
     lineage: str
     version: int
     tensors: tuple[TensorSpec, ...]
-    bucket_sizes: tuple[int, ...]
+    bucket_sizes: tuple[Count, ...]
     bucket_digests: tuple[str, ...]
-    digest: str = record_field(init=False)
 
-    def __post_init__(self) -> None:
-        content = pack_plain([self.tensors, self.bucket_sizes, self.bucket_digests])
-        object.__setattr__(self, "digest", digest_bytes(content))
+    @cached_property
+    def digest(self) -> str:
+        """Digest of the weights as a whole: names, dtypes, shapes, layout and bytes.
+
+        It does not cover ``lineage`` and ``version``, so equal weights have equal digests after a restart of the
+        learner.
+        """
+        return digest_bytes(pack_plain([self.tensors, self.bucket_sizes, self.bucket_digests]))
 
     @property
     def size_bytes(self) -> int:
@@ -147,28 +148,13 @@ def digest_bytes(data: memoryview | bytes) -> str:
     return hasher.hexdigest()
 
 
-class ManifestFields(msgspec.Struct, frozen=True):
-    """What of a manifest a message has."""
-
-    lineage: str
-    version: int
-    tensors: tuple[TensorSpec, ...]
-    bucket_sizes: tuple[Count, ...]
-    bucket_digests: tuple[str, ...]
-
-
-def manifest_fields(manifest: Manifest) -> dict[str, Any]:
-    """Return the manifest as a dict that can be encoded in a message. ``manifest_from_fields`` reads it."""
-    return {name: getattr(manifest, name) for name in ManifestFields.__struct_fields__}
-
-
 def manifest_from_fields(fields: Mapping[str, Any]) -> Manifest:
-    """Return the manifest that ``manifest_fields`` wrote. All values are checked, because they come over the network.
+    """Return the manifest whose fields a message has. All values are checked, because they come over the network.
 
     Raises:
         WireError: a field is missing or has another type, or the tensors do not fit into the buckets.
     """
-    found = read_as(fields, ManifestFields)
+    found = read_as(fields, Manifest)
     sizes, digests, tensors = found.bucket_sizes, found.bucket_digests, found.tensors
     if sum(sizes) > _MAX_VERSION_BYTES:
         raise WireError(
@@ -182,7 +168,7 @@ def manifest_from_fields(fields: Mapping[str, Any]) -> Manifest:
         _check_place(spec, sizes)
     if len({spec.name for spec in tensors}) != len(tensors):
         raise WireError(f"manifest: expected every tensor name once, got a name twice; {SAME_VERSION}")
-    return Manifest(found.lineage, found.version, tensors, sizes, digests)
+    return found
 
 
 def _check_place(spec: TensorSpec, bucket_sizes: Sequence[int]) -> None:

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 MAX_FAILURES = 3
@@ -60,7 +60,6 @@ class StartAction:
         build: create the communicator first.
         participants: member ids. Their ranks are 1, 2, ...
         deadline: when the attempt must have ended, in seconds of the scheduler's clock.
-        skips_prepare: there was no ``PrepareAction``, so the participants do not know of this version yet.
     """
 
     attempt: int
@@ -69,7 +68,6 @@ class StartAction:
     build: bool
     participants: tuple[bytes, ...]
     deadline: float
-    skips_prepare: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,19 +177,13 @@ class SyncScheduler:
             of its pull.
         ready_s: how long an attempt waits for members to be ready.
         silent_s: drop a member that has sent nothing for this long.
-        fresh_s: start an attempt without asking if every member was ready by its last message and has sent something
-            within this time. None: ask before every attempt.
         max_ranks: most ranks of members in one collective. The members that joined last pull instead. None: no limit.
     """
 
-    def __init__(
-        self, *, deadline_s: float, ready_s: float, silent_s: float, fresh_s: float | None = None,
-        max_ranks: int | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, *, deadline_s: float, ready_s: float, silent_s: float, max_ranks: int | None = None) -> None:
         self._deadline_s = deadline_s
         self._ready_s = ready_s
         self._silent_s = silent_s
-        self._fresh_s = fresh_s
         self._max_ranks = max_ranks
         self.members: dict[bytes, Member] = {}
         self.wanted: int | None = None
@@ -328,12 +320,6 @@ class SyncScheduler:
             member = self.members[member_id]
             member.pull = member.offered_at = None
 
-    def cancel_start(self, attempt: int) -> None:
-        """Withdraw a ``StartAction`` that the publisher could not carry out. No member knows of the attempt."""
-        if attempt == self._attempt:
-            self._unanswered.clear()
-            self._is_sent = True
-
     def mark_sent(self, attempt: int, *, ok: bool) -> None:
         """Record that the learner's own part of this attempt has ended. ``ok`` is false if the broadcast failed."""
         if attempt == self._attempt and self._phase == "sending":
@@ -431,9 +417,6 @@ class SyncScheduler:
         for member in invited:
             if member.offered_at is None:
                 member.offered_at = now
-        if self._are_ready(invited, now):
-            self._ready |= self._invited
-            return [replace(self._start(now), skips_prepare=True)]
         return [PrepareAction(self._attempt, self._version, tuple(m.member_id for m in invited))]
 
     def _within_limit(self, members: Sequence[Member]) -> list[Member]:
@@ -447,15 +430,6 @@ class SyncScheduler:
             else:
                 within.append(member)
         return within
-
-    def _are_ready(self, members: Sequence[Member], now: float) -> bool:
-        """Return whether an attempt with ``members`` may start without asking whether they are ready.
-
-        It may if they are the ranks of the existing communicator, and each has sent something within ``fresh_s``.
-        """
-        if self._fresh_s is None or self._communicator != tuple(sorted(m.member_id for m in members)):
-            return False
-        return all(now - member.last_seen <= self._fresh_s for member in members)
 
     def _advance_preparing(self, now: float) -> list[Action]:
         if self.wanted != self._version or not self._invited:

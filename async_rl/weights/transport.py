@@ -36,7 +36,6 @@ class Delivery:
         deadline: when the transfer must have ended, on the monotonic clock.
         epoch: number of the communicator. Only for collectives.
         build: create the communicator first. Only for collectives.
-        skips_prepare: the members have not got ``PrepareCollective``. Only for collectives.
     """
 
     attempt: int
@@ -45,7 +44,6 @@ class Delivery:
     deadline: float
     epoch: int = 0
     build: bool = False
-    skips_prepare: bool = False
 
 
 class TransportSender(Protocol):

@@ -25,6 +25,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
+from msgspec import structs
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -196,7 +197,7 @@ def publish(engine: FsdpEngine, path: Path, config: Config, device: FakeCuda, *,
         ReceiveBuffers(pinned=True),
         receiver.CollectiveReceiver("cuda:0"),
     )
-    alone, start = config.lora.publishes_adapters, StartCollective(0, 0, 1, 2, b"i", 9.0, 9.0, 1000, "nccl", {})
+    alone, start = config.lora.publishes_adapters, StartCollective(0, 0, 1, 2, b"i", 9.0, 9.0, 1000, "nccl")
     sampled = build_model(path, device=CUDA, dtype=torch.bfloat16, load_pretrained=alone)
     table = AdapterTable(sampled, config.lora) if alone else WeightTable(sampled)
     for version in (1, 2):
@@ -207,7 +208,7 @@ def publish(engine: FsdpEngine, path: Path, config: Config, device: FakeCuda, *,
         staged.retire()
         if is_received:
             ones = tuple(digest_bytes(b"\x01" * size) for size in staged.manifest.bucket_sizes)
-            buffer = buffers.reserve(manifest := replace(staged.manifest, bucket_digests=ones))
+            buffer = buffers.reserve(manifest := structs.replace(staged.manifest, bucket_digests=ones))
             collective.receive(ReceiveOrder(start, manifest, "", "", time.monotonic() + 60), buffer, buffers)
             received = buffers.commit(buffer, manifest, 0.0)
             table.check(received.tensors)

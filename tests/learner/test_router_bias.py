@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import asdict
 from safetensors.torch import load_file
 
 from async_rl.config.generator import GeneratorConfig
@@ -13,7 +14,7 @@ from async_rl.learner.checkpoints.digests import write_manifest
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.export.model import export_checkpoint
 from async_rl.learner.ranks import init_ranks
-from async_rl.weights.manifest import digest_bytes, manifest_fields, manifest_from_fields
+from async_rl.weights.manifest import digest_bytes, manifest_from_fields
 from async_rl.weights.receive_buffers import tensor_views
 from async_rl.weights.staging import Staging
 from tests.learner.moe import moe_model
@@ -37,7 +38,7 @@ def test_the_bias_reaches_a_bfloat16_generator_in_float32(tmp_path: Path, model_
     moe_model(tmp_path / "model", model_type)
     engine = engine_of(tmp_path, model={"dtype": "bfloat16"}, lora=lora)
     staged = Staging(None, 1 << 16).stage("l", 3, engine.gather())
-    manifest = manifest_from_fields(manifest_fields(staged.manifest))
+    manifest = manifest_from_fields(asdict(staged.manifest))
     dtypes = {spec.name: spec.dtype for spec in manifest.tensors}
     assert dtypes[BIAS] == "float32"
     assert {dtype for name, dtype in dtypes.items() if "e_score_correction_bias" not in name} == {"bfloat16"}

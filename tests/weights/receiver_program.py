@@ -91,7 +91,6 @@ def run(name: str, connection: Connection) -> None:
             shapes = {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in staged.tensors.items()}
             connection.send({
                 "version": staged.version, "digest": staged.digest, "tensors": tensors, "shapes": shapes,
-                "corrupt": receiver.stats().corrupt,
             })  # fmt: skip
 
 

@@ -23,7 +23,7 @@ MESSAGES = [
     control.NotMember(),
     control.Dropped("silent", 2.0),
     control.PrepareCollective(4, {"version": 1}),
-    control.StartCollective(4, 2, 1, 3, b"id", 1.5, 2.5, 64, "gloo", {"version": 1}),
+    control.StartCollective(4, 2, 1, 3, b"id", 1.5, 2.5, 64, "gloo"),
     control.Pull(4, "tcp", {"version": 1}, 5555, b"token", b"key", "ab", [[5, -1], [7, 8]], 2.5),
 ]
 

@@ -1,9 +1,8 @@
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import asdict, replace
 
 from async_rl.errors import WeightsError, WireError
 from async_rl.net.wire import decode, encode
@@ -12,7 +11,6 @@ from async_rl.weights.manifest import (
     ITEM_SIZES,
     Manifest,
     digest_bytes,
-    manifest_fields,
     manifest_from_fields,
 )
 from tests.weights.layouts import plan_layout
@@ -47,7 +45,7 @@ def test_no_two_tensors_overlap_and_the_wire_gives_back_the_same_manifest(specs,
         assert spec.offset >= ends.get(spec.bucket, 0)
         ends[spec.bucket] = spec.offset + spec.size_bytes
     assert [ends[bucket] for bucket in range(len(manifest.bucket_sizes))] == list(manifest.bucket_sizes)
-    frame = encode("manifest", manifest_fields(manifest))
+    frame = encode("manifest", asdict(manifest))
     again = manifest_from_fields(decode(frame).fields)
     assert again == manifest
     assert again.digest == manifest.digest
@@ -76,11 +74,11 @@ def test_the_digest_tells_content_apart_but_not_lineage_or_version():
         ({"tensors": [["a", "float32", [-3], 0, 0]]}, r"Expected `int` >= 0 - at `\$\.tensors\[0\]\[2\]\[0\]`"),
         ({"tensors": [["a", "object", [3], 0, 0]]}, "tensor 'a': expected a dtype in .* got 'object'"),
         ({"tensors": [["a", "uint8", [3], 0, 0], ["a", "uint8", [3], 0, 0]]}, "twice"),
-        ({"version": "3"}, r"malformed ManifestFields: Expected `int`, got `str` - at `\$\.version`"),
+        ({"version": "3"}, r"malformed Manifest: Expected `int`, got `str` - at `\$\.version`"),
     ],
 )
 def test_a_manifest_that_lies_is_refused_before_anything_is_allocated(change, message):
-    fields = manifest_fields(manifest_of([("a", "float32", [3])], 128)) | change
+    fields = asdict(manifest_of([("a", "float32", [3])], 128)) | change
     with pytest.raises(WireError, match=message):
         manifest_from_fields(fields)
 

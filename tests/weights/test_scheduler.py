@@ -202,12 +202,12 @@ class Chaos(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.scheduler = SyncScheduler(deadline_s=12, ready_s=3, silent_s=6, fresh_s=1)
+        self.scheduler = SyncScheduler(deadline_s=12, ready_s=3, silent_s=6)
         self.now = 0.0
         self.version = -1
         self.started: StartAction | None = None
         self.entered_at: dict[bytes, float] = {}
-        self.invited: dict[bytes, PrepareAction | StartAction] = {}
+        self.invited: dict[bytes, PrepareAction] = {}
         self.pulls: dict[bytes, PullAction] = {}
         self.can_pull, self.num_old = True, 1
 
@@ -230,8 +230,6 @@ class Chaos(RuleBasedStateMachine):
                     assert action.participants
                     assert self.now < action.deadline <= self.now + 12
                     self.started = action
-                    for member in action.participants if action.skips_prepare else ():
-                        self.invited[member] = action
                 elif isinstance(action, FinishAction):
                     self.started = None
             if not actions:

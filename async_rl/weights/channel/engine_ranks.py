@@ -19,13 +19,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec.structs import asdict
 
 from async_rl.errors import CorruptWeightsError, WeightsError
 from async_rl.net.codec import decode_as
 from async_rl.net.streams import pack_frame, read_frame, take_frame
 from async_rl.net.wire import Limits, encode
 from async_rl.weights.control import StartCollective, seconds_until
-from async_rl.weights.manifest import Manifest, TensorSpec, manifest_fields, manifest_from_fields
+from async_rl.weights.manifest import Manifest, TensorSpec, manifest_from_fields
 from async_rl.weights.receive_buffers import ReceiveBuffer, ReceiveBuffers
 from async_rl.weights.transport import ReceiveOrder, ReceiveResult
 
@@ -40,7 +41,7 @@ _REPORT_BYTES = 3000
 
 
 class Reserve(msgspec.Struct, frozen=True):
-    """Allocate memory for a version of ``manifest`` (see ``manifest_fields``)."""
+    """Allocate memory for a version of ``manifest`` (``manifest_from_fields`` reads it)."""
 
     number: int
     manifest: Mapping[str, Any]
@@ -127,17 +128,17 @@ class EngineRanks:
             WeightsError: a worker can't.
         """
         number = self._next()
-        self._call(number, [Reserve(number, manifest_fields(manifest))] * self.num_ranks, _RESERVE_S)
+        self._call(number, [Reserve(number, asdict(manifest))] * self.num_ranks, _RESERVE_S)
 
     def receive(
         self, order: ReceiveOrder[StartCollective], buffer: ReceiveBuffer, buffers: ReceiveBuffers
     ) -> ReceiveResult:
         """Let every worker receive and verify the version. Their ranks begin with ``order.message.rank``."""
         number, start, remaining_s = self._next(), order.message, seconds_until(order.deadline)
-        fields = manifest_fields(order.manifest)
+        fields = asdict(order.manifest)
         orders = [
             Receive(
-                number, msgspec.structs.replace(start, rank=start.rank + worker, manifest={}), fields, order.host,
+                number, msgspec.structs.replace(start, rank=start.rank + worker), fields, order.host,
                 order.local_host, remaining_s,
             )
             for worker in range(self.num_ranks)

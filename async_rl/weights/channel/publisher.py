@@ -46,7 +46,6 @@ _POLL_MS = 100
 _MAX_STALL_S = 10.0
 _MAX_READY_S = 5.0
 _MAX_SILENT_S = 10.0
-_FRESH_S = 1.5 * control.HEARTBEAT_S
 _PING_S = 0.25
 _JOIN_THREAD_S = 5.0
 _MAX_NAMED, _MAX_ID = 4, 100
@@ -62,11 +61,9 @@ class PublisherStats:
         members: generators that are members of the weights channel now.
         outdated: members that do not hold the wanted version yet.
         wanted: number of the newest published version. None before the first one.
-        transfer_s: seconds spent in collectives.
         last_transfer_s: seconds of the last transfer. A pull is measured from its offer to its end.
         last_transfer_bytes: size of the version of that transfer. With deltas fewer bytes travelled.
         last_verify_s: seconds of it that the slowest generator took to compute digests.
-        sent_bytes: bytes sent in collectives. A broadcast counts once for any number of members.
         attempts: number of collectives.
         pulls: number of pulls that were offered.
         pulled_bytes: bytes that pulls transferred.
@@ -75,7 +72,6 @@ class PublisherStats:
         peer_faults: how often a generator that sent weights to another one failed.
         delta_bytes: size of the newest delta.
         delta_s: seconds that the newest delta took to compute.
-        server_starts: how often the stream server process was started.
         failures: failed sends and failed receptions.
         corrupt: receptions whose bytes did not match their digests.
         joined: how often a generator joined.
@@ -90,11 +86,9 @@ class PublisherStats:
     members: int = 0
     outdated: int = 0
     wanted: int | None = None
-    transfer_s: float = 0.0
     last_transfer_s: float = 0.0
     last_transfer_bytes: int = 0
     last_verify_s: float = 0.0
-    sent_bytes: int = 0
     attempts: int = 0
     pulls: int = 0
     pulled_bytes: int = 0
@@ -103,7 +97,6 @@ class PublisherStats:
     peer_faults: int = 0
     delta_bytes: int = 0
     delta_s: float = 0.0
-    server_starts: int = 0
     failures: int = 0
     corrupt: int = 0
     joined: int = 0
@@ -167,7 +160,6 @@ class Publisher:
         self._published: deque[StagedVersion] = deque()
         self._own_offer = None if row is None else row.offer(device)
         self._counts: Counter[str] = Counter()
-        self._transfer_s = 0.0
         self._last = LastTransfer()
         self._next_ping = 0.0
         self._num_removed_keys = 0
@@ -420,14 +412,12 @@ class Publisher:
         self._scheduler.mark_pulled(member_id, attempt, num_bytes, time.monotonic())
 
     def _handle_sent(self, delivery: Delivery, elapsed_s: float, error: str, are_told: bool) -> None:
-        self._transfer_s += elapsed_s
         if error:
             self._counts["failures"] += 1
             self._next_ping = 0.0
             logger.info("version %d was not broadcast: %s", delivery.staged.manifest.version, error)
         else:
             self._last.end(delivery.staged.manifest, elapsed_s)
-            self._counts["sent_bytes"] += delivery.staged.manifest.size_bytes
         self._scheduler.mark_sent(delivery.attempt, ok=not error)
         if not are_told:
             # They don't know of this attempt and will never answer, so they pull.
@@ -457,7 +447,6 @@ class Publisher:
             members=len(self._scheduler.members),
             outdated=len(self._scheduler.outdated()),
             wanted=self._scheduler.wanted,
-            transfer_s=self._transfer_s,
             last_transfer_s=self._last.transfer_s,
             last_transfer_bytes=self._last.size_bytes,
             last_verify_s=self._last.verify_s,
@@ -465,7 +454,6 @@ class Publisher:
             malformed=self._socket.num_malformed,
             delta_bytes=pull.delta_bytes,
             delta_s=pull.delta_s,
-            server_starts=pull.server_starts,
             peer_faults=pull.peer_faults,
             can_collect=self._manager.can_collect,
             slow=_slow_text(self._scheduler.slow(time.monotonic())),
@@ -509,6 +497,5 @@ def _scheduler(deadline_s: float, max_ranks: int | None) -> SyncScheduler:
         deadline_s=deadline_s,
         ready_s=min(_MAX_READY_S, deadline_s / 4),
         silent_s=min(_MAX_SILENT_S, deadline_s / 2),
-        fresh_s=_FRESH_S,
         max_ranks=max_ranks,
     )

@@ -10,7 +10,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 
 from async_rl.errors import CorruptWeightsError, WeightsError
 from async_rl.net.wire import SAME_VERSION
@@ -28,31 +27,6 @@ Reply = Callable[[control.MemberMessage], None]
 _CLOSE_LIMIT_S = 10.0
 _ACTIVATE_S = 5.0
 """How long a collective's other ranks may be kept waiting for the engine to activate the version before."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReceiverStats:
-    """Counters of a generator's receiver. All are sums since its start.
-
-    Attributes:
-        received: versions that were received.
-        failed: transfers that failed, including the corrupt ones.
-        corrupt: transfers that failed because the bytes did not match their digests.
-        corrupt_buckets: buckets that were received again within a transfer, because they did not match their digests.
-        receive_s: seconds spent in successful transfers.
-        received_bytes: size of the received versions.
-        wire_bytes: bytes that were transferred for them. Smaller than ``received_bytes`` if deltas were used.
-        peer_bytes: those of ``wire_bytes`` that came from another generator.
-    """
-
-    received: int = 0
-    failed: int = 0
-    corrupt: int = 0
-    corrupt_buckets: int = 0
-    receive_s: float = 0.0
-    received_bytes: int = 0
-    wire_bytes: int = 0
-    peer_bytes: int = 0
 
 
 class JobThread:
@@ -110,7 +84,6 @@ class ReceiveWorker:
         self._jobs = JobThread("weights-transfer")
         self._due = float("inf")
         self.pulled_bytes = 0
-        self.stats = ReceiverStats()
         self.error: str | None = None
 
     def count_pulled(self, num_bytes: int) -> None:
@@ -184,24 +157,13 @@ class ReceiveWorker:
                 self._receivers[message.transport].close()
             self._fail(manifest, message.attempt, str(error) or repr(error), reply, is_corrupt=is_corrupt)
             return
-        elapsed_s = time.monotonic() - start
-        received = self._buffers.commit(buffer, manifest, elapsed_s)
+        received = self._buffers.commit(buffer, manifest, time.monotonic() - start)
         ack = control.Ack(
             message.attempt, received.version, received.digest, result.wire_bytes, result.num_corrupt, result.verify_s,
             result.peer_bytes,
         )  # fmt: skip
         reply(ack)
         self.error = None
-        before = self.stats
-        self.stats = replace(
-            before,
-            received=before.received + 1,
-            corrupt_buckets=before.corrupt_buckets + result.num_corrupt,
-            receive_s=before.receive_s + elapsed_s,
-            received_bytes=before.received_bytes + manifest.size_bytes,
-            wire_bytes=before.wire_bytes + result.wire_bytes,
-            peer_bytes=before.peer_bytes + result.peer_bytes,
-        )
         self._on_received()
 
     def _receiver(self, transport: str) -> TransportReceiver[ReceiveOrder]:
@@ -215,7 +177,6 @@ class ReceiveWorker:
         return self._receivers[transport]
 
     def _fail(self, manifest: Manifest, attempt: int, reason: str, reply: Reply, *, is_corrupt: bool = False) -> None:
-        self.stats = replace(self.stats, failed=self.stats.failed + 1, corrupt=self.stats.corrupt + is_corrupt)
         self.error = f"version {manifest.version} was not received: {reason}"
         reply(control.Failed(attempt, reason, is_corrupt))
 

@@ -24,7 +24,7 @@ from async_rl.net.wake import Wake
 from async_rl.queue.messages import Announcement
 from async_rl.weights import control
 from async_rl.weights.channel.engine_ranks import EngineRanks
-from async_rl.weights.channel.receive_worker import ReceiverStats, ReceiveWorker, Reply
+from async_rl.weights.channel.receive_worker import ReceiveWorker, Reply
 from async_rl.weights.collective.libraries import offers
 from async_rl.weights.control import PublisherSocket
 from async_rl.weights.manifest import Manifest, manifest_from_fields
@@ -33,8 +33,6 @@ from async_rl.weights.receive_buffers import ReceiveBuffers, ReceivedWeights
 from async_rl.weights.tcp.arrivals import Arrivals
 from async_rl.weights.tcp.peer_server import PeerServer
 from async_rl.weights.transport import ReceiveOrder
-
-__all__ = ["Receiver", "ReceiverStats"]
 
 logger = logging.getLogger(__name__)
 
@@ -166,9 +164,6 @@ class Receiver:
     def error(self) -> str | None:
         """The reason why no version can be received now. None if there is no error. The receiver keeps trying."""
         return self._channel_error or self._offer_error or self._worker.error
-
-    def stats(self) -> ReceiverStats:
-        return self._worker.stats
 
     def close(self) -> None:
         """Tell the publisher that this generator leaves, and end both threads. Wait a few seconds for a transfer in
@@ -325,13 +320,6 @@ class Receiver:
             self._worker.prepare(manifest, attempt, reply)
 
     def _start_collective(self, start: control.StartCollective) -> None:
-        if start.manifest:
-            manifest = manifest_from_fields(start.manifest)
-            if not self._needs(start.attempt, manifest, self._replying()):
-                # Close the communicator: the others must not wait for this rank.
-                self._worker.disconnect()
-                return
-            self._attempt = start.attempt, manifest
         if self._attempt is not None and self._attempt[0] == start.attempt:
             self._receive(start, self._attempt[1])
 

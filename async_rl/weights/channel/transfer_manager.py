@@ -9,8 +9,10 @@ from __future__ import annotations
 import time
 from collections import Counter
 
+from msgspec.structs import asdict
+
 from async_rl.weights import control
-from async_rl.weights.manifest import Manifest, manifest_fields
+from async_rl.weights.manifest import Manifest
 from async_rl.weights.scheduler import (
     DropAction,
     FinishAction,
@@ -157,15 +159,12 @@ class TransferManager:
         staged = self._pin(action.attempt)
         if staged is None:
             return
-        message = control.PrepareCollective(action.attempt, manifest_fields(staged.manifest))
+        message = control.PrepareCollective(action.attempt, asdict(staged.manifest))
         for member_id in action.member_ids:
             self._send(member_id, message)
 
     def _start(self, action: StartAction) -> None:
         assert self._collective is not None
-        if action.skips_prepare and self._pin(action.attempt) is None:
-            self._scheduler.cancel_start(action.attempt)
-            return
         members = tuple(self._scheduler.members[member_id] for member_id in action.participants)
         self._counts["attempts"] += 1
         delivery = Delivery(
@@ -175,7 +174,6 @@ class TransferManager:
             deadline=action.deadline,
             epoch=action.epoch,
             build=action.build,
-            skips_prepare=action.skips_prepare,
         )
         self._collective.deliver(delivery, self._send)
 

@@ -28,7 +28,6 @@ from async_rl.weights.collective.protocol import (
     Sent,
 )
 from async_rl.weights.control import StartCollective, seconds_until
-from async_rl.weights.manifest import manifest_fields
 from async_rl.weights.server_process import ServerProcess
 from async_rl.weights.transport import CollectiveSettings, Delivery, Send
 
@@ -126,7 +125,6 @@ class CollectiveSender:
         assert self._delivery is not None
         delivery, send = self._delivery
         settings, remaining_s = self._settings, seconds_until(delivery.deadline)
-        manifest = manifest_fields(delivery.staged.manifest) if delivery.skips_prepare else {}
         rank = 1
         for member in delivery.members:
             start = StartCollective(
@@ -139,7 +137,6 @@ class CollectiveSender:
                 deadline_s=remaining_s,
                 chunk_bytes=settings.chunk_bytes,
                 transport=settings.transport,
-                manifest=manifest,
             )
             send(member.member_id, start)
             rank += member.num_ranks

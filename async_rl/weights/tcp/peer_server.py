@@ -50,7 +50,6 @@ class PeerServer:
 
     def __init__(self, arrivals: Arrivals, host: str, ports: Sequence[int] | None) -> None:
         self.host = host
-        self.sent_bytes = 0
         self._arrivals = arrivals
         self._listener = listening_socket(host, ports)
         self.port: int = self._listener.getsockname()[1]
@@ -118,7 +117,6 @@ class PeerServer:
                 return False
             connection.sendall(RECORD)
             connection.sendall(record if cipher is None else cipher.encrypt(record))
-            self.sent_bytes += len(record)
         while not arrival.wait_for_end(WAIT_S):
             connection.sendall(WAIT)
         return arrival.is_valid is True

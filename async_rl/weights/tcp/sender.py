@@ -20,10 +20,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import zmq
+from msgspec.structs import asdict
 
 from async_rl.net.streams import listening_socket
 from async_rl.weights import control
-from async_rl.weights.manifest import manifest_fields
 from async_rl.weights.peer_messages import PeerFailed, PeerOffer
 from async_rl.weights.scheduler import Member
 from async_rl.weights.server_process import ServerProcess
@@ -198,7 +198,7 @@ class StreamSender:
         pull = control.Pull(
             attempt=delivery.attempt,
             transport="tcp",
-            manifest=manifest_fields(staged.manifest),
+            manifest=asdict(staged.manifest),
             port=self.port,
             token=token,
             key=key,
