@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -270,7 +271,8 @@ def decode_flat_group(frame: bytes | bytearray | memoryview, limits: Limits = DE
     Raises:
         WireError: as for ``decode_group``.
     """
-    message = decode(frame, limits)
+    # The record limits the types and the nesting of the fields, so ``decode`` need not.
+    message = decode(frame, replace(limits, max_depth=None))
     if message.type != "group" or message.num_parts:
         raise WireError(
             f"expected a 'group' message without parts, got a {reprlib.repr(message.type)} message with "
