@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -15,7 +14,7 @@ import msgspec
 import numpy as np
 
 from async_rl.errors import WireError
-from async_rl.net.wire import DEFAULT_LIMITS, SAME_VERSION, Frame, Limits, Pieces, decode, encode
+from async_rl.net.wire import SAME_VERSION, Frame, Limits, Pieces, decode, encode
 from async_rl.records import (
     PER_TOKEN,
     TOKEN_COLUMNS,
@@ -36,6 +35,8 @@ from async_rl.records import (
 from async_rl.sampling_mask import SamplingMask, why_malformed
 
 _T = TypeVar("_T")
+_LIMITS = Limits(max_depth=None)
+"""Limits on a group's message. ``GroupFields`` limits the types and the nesting of the fields."""
 _RECORDS = {"sampling_mask": SamplingMask, "teacher": TeacherScores}
 """The classes of records that columns of ``TOKEN_COLUMNS`` belong to, by the field of ``TokenSequence``."""
 
@@ -192,13 +193,13 @@ class FlatGroup(TokenSequence, frozen=True, eq=False, kw_only=True):
         return len(self.fields.num_sequences)
 
 
-def decode_group(frame: bytes | bytearray | memoryview, limits: Limits = DEFAULT_LIMITS) -> Group:
+def decode_group(frame: Frame) -> Group:
     """Decode a group's message ``frame`` to a ``Group``. The arrays of the group are views of ``frame``.
 
     Raises:
         WireError: the message is malformed, or its lengths, dtypes or values don't fit together.
     """
-    flat = decode_flat_group(frame, limits)
+    flat = decode_flat_group(frame)
     fields, rewards = flat.fields, flat.fields.reward_parts
     sequences = _sequences(flat)
     rollouts: list[Rollout] = []
@@ -265,14 +266,13 @@ def _parts_of_sequences(columns: Mapping[str, Sequence[np.ndarray]]) -> dict[str
     return parts
 
 
-def decode_flat_group(frame: bytes | bytearray | memoryview, limits: Limits = DEFAULT_LIMITS) -> FlatGroup:
+def decode_flat_group(frame: Frame) -> FlatGroup:
     """Decode a group's message ``frame`` to flat arrays, for callers that need only sums or checks over all tokens.
 
     Raises:
         WireError: as for ``decode_group``.
     """
-    # The record limits the types and the nesting of the fields, so ``decode`` need not.
-    message = decode(frame, replace(limits, max_depth=None))
+    message = decode(frame, _LIMITS)
     if message.type != "group" or message.num_parts:
         raise WireError(
             f"expected a 'group' message without parts, got a {reprlib.repr(message.type)} message with "

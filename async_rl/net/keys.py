@@ -20,11 +20,14 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 import zmq
 
 from async_rl.errors import KeyFileError
+
+if TYPE_CHECKING:
+    from zmq.auth.thread import ThreadAuthenticator
 
 logger = logging.getLogger(__name__)
 
@@ -114,22 +117,20 @@ class ServerKeys:
 
     def guard(
         self, socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]], allow_list: AllowList
-    ) -> Guard:  # fmt: skip
+    ) -> ThreadAuthenticator:  # fmt: skip
         """Make ``socket`` admit only the clients in ``allow_list``. Call it before ``bind``.
 
         Return the thread that decides. The caller stops this guard after it has closed the socket.
         """
-        guard = _start_guard(context, allow_list)
+        from zmq.auth.thread import ThreadAuthenticator  # loads asyncio, which unencrypted runs need not
+
+        guard = ThreadAuthenticator(context)
+        guard.start()
+        guard.configure_curve_callback(_DOMAIN, allow_list)
         # With a domain, libzmq admits a client only if the guard answers.
         socket.setsockopt_string(zmq.ZAP_DOMAIN, _DOMAIN)
         socket.curve_publickey, socket.curve_secretkey, socket.curve_server = self.public, self.secret, True
         return guard
-
-
-class Guard(Protocol):
-    """The thread that decides which clients the sockets of a ZeroMQ context admit."""
-
-    def stop(self) -> None: ...
 
 
 class AllowList:
@@ -206,15 +207,6 @@ class AllowList:
         self._names.update(names)
         missing = self._names.keys() - names.keys()
         self._missing_since = {key: self._missing_since.get(key, now) for key in missing}
-
-
-def _start_guard(context: zmq.Context[zmq.Socket[bytes]], allow_list: AllowList) -> Guard:
-    from zmq.auth.thread import ThreadAuthenticator  # loads asyncio, which unencrypted runs need not
-
-    guard = ThreadAuthenticator(context)
-    guard.start()
-    guard.configure_curve_callback(_DOMAIN, allow_list)
-    return guard
 
 
 def client_keys_of(directory: str | None) -> ClientKeys | None:

@@ -111,9 +111,6 @@ class Link:
     def register(self, poller: zmq.Poller) -> None:
         poller.register(self._monitor, zmq.POLLIN)
 
-    def unregister(self, poller: zmq.Poller) -> None:
-        poller.unregister(self._monitor)
-
     def update(self) -> bool:
         """Take in what has happened to the connection. Return whether the socket has connected since the last call."""
         has_connected, now = False, time.monotonic()

@@ -20,7 +20,7 @@ from async_rl.errors import AddressError
 from async_rl.net.address import url_host
 from async_rl.net.connections import MAX_CONNECTIONS, RouterConnections
 from async_rl.net.frames import has_message, send_frames
-from async_rl.net.keys import Guard, ServerKeys
+from async_rl.net.keys import ServerKeys
 from async_rl.net.wire import Frame
 
 logger = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ class Service(Generic[P]):
         self.connections = RouterConnections(
             self._socket, allow_list=self.allow_list, max_connections=max_connections, on_ended=self._note_ended
         )
-        self._guard: Guard | None = None
+        self._stop_guard: Callable[[], None] = lambda: None
         self._socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
         self._socket.setsockopt(zmq.RCVHWM, receive_mark)
         self._socket.setsockopt(zmq.SNDHWM, send_mark)
@@ -136,7 +136,7 @@ class Service(Generic[P]):
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         try:
             if keys is not None and self.allow_list is not None:
-                self._guard = keys.guard(self._socket, self._context, self.allow_list)
+                self._stop_guard = keys.guard(self._socket, self._context, self.allow_list).stop
             self.port = self._bind(host, ports, time.monotonic() + bind_limit_s)
         except BaseException:
             self.close()
@@ -230,8 +230,7 @@ class Service(Generic[P]):
         """Close the socket. What libzmq holds is sent for at most ``linger_ms``."""
         self._socket.close(linger=linger_ms)
         self.connections.close()
-        if self._guard is not None:
-            self._guard.stop()
+        self._stop_guard()
         self._context.term()
 
     def _bind(self, host: str, ports: Sequence[int], until: float) -> int:

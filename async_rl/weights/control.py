@@ -68,7 +68,6 @@ class Join(msgspec.Struct, frozen=True):
     Attributes:
         generator_id: the id with which the generator is known to the queue.
         host: the address at which the generator's collectives listen.
-        pid: the generator's process id.
         collectives: the collectives that the generator can take part in.
         num_ranks: how many ranks of a collective the generator needs: one for each worker of its engine.
         digest: digest of the newest weights that the generator holds. Empty if there are none.
@@ -77,7 +76,6 @@ class Join(msgspec.Struct, frozen=True):
 
     generator_id: str
     host: str
-    pid: int
     collectives: list[CollectiveOffer]
     num_ranks: int
     digest: str

@@ -93,8 +93,9 @@ def test_numbers_that_no_sum_can_carry_are_refused(number: float):
             sizes.check(Message("heartbeat", fields), 100)
 
 
-def test_a_full_table_refuses_another_generator_until_one_left_or_fell_silent():
-    table = GeneratorTable(30.0, Changes(), max_generators=2)
+def test_a_full_table_refuses_another_generator_until_one_left_or_fell_silent(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("async_rl.queue.core.generators.MAX_GENERATORS", 2)
+    table = GeneratorTable(30.0, Changes())
     table.bind(table.seen("a", 0.0), b"peer-a")
     table.seen("b", 0.0)
     with pytest.raises(QueueError, match="at most 2 generators"):

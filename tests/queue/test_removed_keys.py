@@ -148,7 +148,7 @@ def test_a_pull_of_a_removed_generator_breaks_off(keys: Path):
         member = control.PublisherSocket(address, mine)
         stack.callback(member.leave)
         wait_until("the connection", lambda: member.receive() is None and member.is_connected)
-        assert member.send(control.Join("node7", "127.0.0.1", 1, [], 1, ""))
+        assert member.send(control.Join("node7", "127.0.0.1", [], 1, ""))
         offered: list[control.Pull] = []
 
         def is_offered() -> bool:

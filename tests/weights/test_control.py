@@ -13,7 +13,7 @@ from tests.forked import Forked
 from tests.hostile import dealer_handshake
 
 MESSAGES = [
-    control.Join("g", "127.0.0.1", 12, [control.CollectiveOffer("nccl", "2.28", ["GPU-1"])], 2, "ab"),
+    control.Join("g", "127.0.0.1", [control.CollectiveOffer("nccl", "2.28", ["GPU-1"])], 2, "ab"),
     control.Heartbeat(1 << 40),
     control.Leave(),
     control.Ready(3),

@@ -26,7 +26,7 @@ class Puller:
         address, _ = parse_channel(plane.publisher.address)
         self._socket = PublisherSocket(address, None)
         self.host = address.removeprefix("tcp://").rpartition(":")[0]
-        wait_until("the connection", lambda: self._socket.send(Join(name, self.host, 1, [], 1, "", 0)))
+        wait_until("the connection", lambda: self._socket.send(Join(name, self.host, [], 1, "", 0)))
         self.pulls: list[Pull] = []
 
     def say(self, pulled_bytes: int) -> None:

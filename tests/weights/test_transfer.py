@@ -186,7 +186,7 @@ def test_a_generator_that_joins_again_over_another_connection_does_not_compete_w
             stack.callback(socket.leave)
             joined, deadline = publisher.stats().joined, time.monotonic() + DEADLINE_S
             offer = CollectiveOffer("gloo", "", [device])
-            while not socket.send(Join(generator, "127.0.0.1", 1, [offer], 1, "")):
+            while not socket.send(Join(generator, "127.0.0.1", [offer], 1, "")):
                 assert time.monotonic() < deadline
                 publisher.wait(0, 0.01)
             while publisher.stats().joined == joined:

@@ -140,14 +140,14 @@ class GeneratorEntry:
 
 
 class GeneratorTable:
-    """The known generators, by id. There are at most ``max_generators``.
+    """The known generators, by id. There are at most ``MAX_GENERATORS``.
 
     A generator counts as alive until it was silent for ``timeout_s``, and is removed after ten times as long, or when
     it says goodbye or is replaced. ``paces`` says how fast they sample.
     """
 
-    def __init__(self, timeout_s: float, changes: Changes, max_generators: int = MAX_GENERATORS) -> None:
-        self._timeout_s, self._changes, self._max_generators = timeout_s, changes, max_generators
+    def __init__(self, timeout_s: float, changes: Changes) -> None:
+        self._timeout_s, self._changes = timeout_s, changes
         self._entries: dict[str, GeneratorEntry] = {}
         self._by_peer: dict[bytes, GeneratorEntry] = {}
         self._to_notify: set[str] = set()
@@ -164,9 +164,9 @@ class GeneratorTable:
         """
         entry = self._entries.get(generator_id)
         if entry is None:
-            if len(self._entries) >= self._max_generators:
+            if len(self._entries) >= MAX_GENERATORS:
                 raise QueueError(
-                    f"expected at most {self._max_generators} generators, got one more: {len(self._entries)} are "
+                    f"expected at most {MAX_GENERATORS} generators, got one more: {len(self._entries)} are "
                     f"registered already (`async-rl status` lists them). A generator that is silent for "
                     f"{_TIMES_FORGOTTEN * self._timeout_s:.0f} s is removed; try again later"
                 )

@@ -19,7 +19,6 @@ import msgspec
 import numpy as np
 
 from async_rl.net.codec import FlatGroup, decode_flat_group
-from async_rl.net.wire import DEFAULT_LIMITS, Limits
 from async_rl.queue.storage.journal import Changes
 from async_rl.queue.storage.payloads import Payload, PayloadRef
 from async_rl.records import NO_VERSION, WITHOUT_REWARD, Lease, LeaseKind, why_parts_misfit
@@ -106,13 +105,13 @@ class GroupSummary(msgspec.Struct, frozen=True, gc=False):
         return self.num_failed == self.num_rollouts
 
 
-def read_summary(payload: Payload, limits: Limits = DEFAULT_LIMITS) -> GroupSummary:
+def read_summary(payload: Payload) -> GroupSummary:
     """Read the summary of a group from its encoded bytes, ``payload``.
 
     Raises:
         WireError: as for ``decode_group``.
     """
-    group = decode_flat_group(payload, limits)
+    group = decode_flat_group(payload)
     fields = group.fields
     num_tokens = int(np.count_nonzero(group.loss_mask))
     versions = _sampled_versions(group) if num_tokens else (NO_VERSION,)

@@ -282,7 +282,7 @@ class Receiver:
         offered = offers(self._device) if is_trusted and self._may_collect else []
         digest = self._buffers.newest_digest()
         port = 0 if self._peer_server is None else self._peer_server.port
-        return control.Join(self._generator_id, self._local_host, os.getpid(), offered, self._num_ranks, digest, port)
+        return control.Join(self._generator_id, self._local_host, offered, self._num_ranks, digest, port)
 
     def _receive_messages(self) -> None:
         while self._socket is not None:
