@@ -3,9 +3,9 @@
 ``examples/heart.py`` has the same in ten lines, without what can fail.
 
 One thread runs this loop. The queue client and the weights receiver work in the background, and the loop polls both.
-While no sequence runs, the loop waits in the poll of the queue client. The protocols ``Queue`` and ``WeightsReceiver``
-have the methods of both that the loop uses, so that tests can replace them. ``start.worker.run_generator`` builds a
-``Worker``.
+While no sequence runs, the loop waits in the poll of the queue client. The protocol ``WeightsReceiver`` has the
+methods of the receiver that the loop uses: the sampler of a colocated learner has another one.
+``start.worker.run_generator`` builds a ``Worker``.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from async_rl.config.config import Config
 from async_rl.errors import QueueError
 from async_rl.generator.backend import Backend
 from async_rl.generator.parity import answer_probe
-from async_rl.generator.rollouts import ActiveLeases, Graded, Grader, Pending, RolloutSource
+from async_rl.generator.rollouts import ActiveLeases, Graded, Pending, RolloutSource, ThreadGrader
 from async_rl.generator.teachers import TaughtRollouts, Teachers
 from async_rl.process.fault_points import fault_point
 from async_rl.queue.messages import (
@@ -36,8 +36,11 @@ from async_rl.queue.messages import (
     LeasesGranted,
     Returned,
 )
-from async_rl.queue.parity import Answer, decode_probe
-from async_rl.records import NO_VERSION, Group, Lease
+from async_rl.queue.parity import decode_probe
+from async_rl.records import NO_VERSION, Lease
+
+if TYPE_CHECKING:
+    from async_rl.queue.client.clients import GeneratorQueue
 
 logger = logging.getLogger(__name__)
 
@@ -57,25 +60,6 @@ _POLL_GROWTH = 1.1
 """How much longer each poll without an event is than the one before: what is awaited is seen late by a tenth of the
 wait at most, while many generators that wait together leave their machine to those that work."""
 _PAUSE_AFTER_EMPTY_ANSWER_S = 0.05
-
-
-class Queue(Protocol):
-    """The methods of ``queue.client.clients.GeneratorQueue`` that the loop uses. Tests implement them with fakes."""
-
-    @property
-    def lease_request_outstanding(self) -> bool: ...
-    @property
-    def num_unanswered_returns(self) -> int: ...
-    @property
-    def silent_s(self) -> float: ...
-    @property
-    def trouble(self) -> str: ...
-    def request_leases(self, lineage: str, version: int, max_leases: int, wait_s: float) -> None: ...
-    def heartbeat(self, progress: dict[str, int], stats: GeneratorStats, trouble: str) -> None: ...
-    def return_group(self, group: Group, failed: Mapping[Failure, int]) -> None: ...
-    def answer_probe(self, lineage: str, answer: Answer) -> None: ...
-    def fail(self, lease_id: str, failure: Failure) -> None: ...
-    def poll(self, timeout_s: float) -> list[GeneratorEvent]: ...
 
 
 class Staged(Protocol):
@@ -156,11 +140,11 @@ class Worker:
     def __init__(
         self,
         *,
-        queue: Queue,
+        queue: GeneratorQueue,
         receiver: WeightsReceiver,
         backend: Backend,
         rollouts: RolloutSource,
-        grader: Grader,
+        grader: ThreadGrader,
         config: Config,
         generator_id: str,
         wait_s: float,

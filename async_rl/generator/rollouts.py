@@ -4,7 +4,7 @@
 rollouts: the loop submits leases to it, passes finished samples to it, and collects scored rollouts from it.
 ``SingleTurnRollouts`` samples one answer per rollout. ``environment_rollouts`` plays rollouts of several turns.
 
-A ``Grader`` scores finished samples in the background. So an answer that takes long to score (milliseconds for a
+``ThreadGrader`` scores finished samples in the background. So an answer that takes long to score (milliseconds for a
 symbolic comparison, seconds for a hostile answer) does not delay the next decode step.
 
 Under ``data.on_long_prompt = "truncate"`` a prompt above ``sampling.max_prompt_tokens`` loses the end of its last user
@@ -258,7 +258,7 @@ class SingleTurnRollouts:
     pending: Pending = "grading"
     trouble, num_waiting = "", 0
 
-    def __init__(self, backend: Backend, grader: Grader, *, truncates: bool = False) -> None:
+    def __init__(self, backend: Backend, grader: ThreadGrader, *, truncates: bool = False) -> None:
         self._backend = backend
         self._grader = grader
         self._truncates = truncates
@@ -468,34 +468,6 @@ def failure_of(error: BaseException, cause: FailureCause) -> Failure:
     return Failure(cause, detail, place, is_transient(error))
 
 
-class Grader(AsksOthers, Protocol):
-    """Scores finished samples: each one at once, or all of a lease together if the reward compares them."""
-
-    @property
-    def num_pending(self) -> int:
-        """The number of samples that are being scored, or are scored but not collected."""
-        ...
-
-    @property
-    def calls_s(self) -> tuple[float, ...]:
-        """For how many seconds each running call of the reward runs."""
-        ...
-
-    def submit(self, lease: Lease, sample: Sampled | Played) -> None: ...
-
-    def collect(self) -> list[Graded]:
-        """Return the samples that have been scored since the last call, without waiting."""
-        ...
-
-    def forget(self, lease_id: str) -> None:
-        """Drop the lease's samples that wait until the group is complete."""
-        ...
-
-    def counters(self) -> Mapping[str, int]:
-        """Return the counts of the reward since the start, by their name."""
-        ...
-
-
 def _graded(
     reward: ScoreOne, lease: Lease, samples: Sequence[Sampled | Played], decode: Decode | None, max_abs: float
 ) -> list[Graded]:
@@ -529,7 +501,7 @@ def largest_reward(rollout: Rollout) -> float:
 
 
 class ThreadGrader:
-    """Scores samples in background threads. It implements ``Grader``.
+    """Scores finished samples in background threads: each at once, or those of a lease together if the reward compares.
 
     A thread releases the interpreter's lock while a verifier process or a sandbox works. With more than one thread,
     ``collect`` returns samples in the order in which their scores are ready.
@@ -549,6 +521,7 @@ class ThreadGrader:
         self._todo: queue.SimpleQueue[tuple[Lease, list[Sampled | Played]] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[Graded] = queue.SimpleQueue()
         self.num_pending = 0
+        """The number of samples that are being scored, or are scored but not collected."""
         self._began_s: dict[int, float] = {}
         """When the running calls began, by the id of their thread."""
         self._num_threads, self._num_calls, self._calls_lock = num_threads, 0, threading.Lock()
@@ -557,6 +530,7 @@ class ThreadGrader:
 
     @property
     def calls_s(self) -> tuple[float, ...]:
+        """For how many seconds each running call of the reward runs."""
         began_s, now_s = list(self._began_s.values()), time.monotonic()
         return tuple(max(0.0, now_s - began) for began in began_s)
 
@@ -579,6 +553,7 @@ class ThreadGrader:
             self._threads[-1].start()
 
     def collect(self) -> list[Graded]:
+        """Return the samples that have been scored since the last call, without waiting."""
         done: list[Graded] = []
         while not self._done.empty():
             done.append(self._done.get())
@@ -586,6 +561,7 @@ class ThreadGrader:
         return done
 
     def forget(self, lease_id: str) -> None:
+        """Drop the lease's samples that wait until the group is complete."""
         self._incomplete.pop(lease_id, None)
 
     @property

@@ -6,7 +6,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from async_rl.config.loading import config_to_toml, machine_overrides
 from async_rl.errors import ConfigError, QueueError
 from async_rl.generator.fake import FakeBackend
 from async_rl.generator.loop import HEARTBEAT_S, Device, Worker
-from async_rl.generator.rollouts import Graded, Grader, SingleTurnRollouts
+from async_rl.generator.rollouts import Graded, SingleTurnRollouts, ThreadGrader
 from async_rl.generator.start.worker import generator_config, write_files
 from async_rl.queue.messages import (
     Announced,
@@ -144,7 +144,7 @@ class Scene:
         engine: type[FakeBackend] = FakeBackend,
         mean_tokens: float = 4.0,
         device: Device | None = None,
-        grader: Grader | None = None,
+        grader: ThreadGrader | None = None,
         reward: dict[str, Any] | None = None,
         **generator: Any,
     ) -> None:
@@ -160,7 +160,7 @@ class Scene:
         self.backend = engine(self.config.generator, self.config.experimental.fake)
         grader = grader or InlineGrader(grade)
         self.worker = Worker(
-            queue=self.queue,
+            queue=cast(Any, self.queue),
             receiver=self.receiver,
             backend=self.backend,
             rollouts=SingleTurnRollouts(self.backend, grader, truncates=self.config.data.on_long_prompt == "truncate"),

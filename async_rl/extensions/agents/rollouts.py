@@ -47,7 +47,7 @@ from async_rl.extensions.agents.session import KEY_BYTES, OpenSession, Outcome
 from async_rl.extensions.agents.session_tokens import Limits, MustWaitError, NoRoomError, SessionTokens
 from async_rl.generator.backend import Sampled
 from async_rl.generator.environment_rollouts import prompt_text, start_message
-from async_rl.generator.rollouts import Graded, Grader, Pending, Played, turns_of
+from async_rl.generator.rollouts import Graded, Pending, Played, ThreadGrader, turns_of
 from async_rl.process.fault_points import fault_point
 from async_rl.queue.messages import Failure
 from async_rl.records import FinishReason, Lease, Rollout, Sampling
@@ -95,9 +95,9 @@ class AgentRollouts:
     pending: Pending = "environment"
 
     def __init__(
-        self, engine: Engine, pool: EnvironmentPool | OutsidePrograms, front: Front, grader: Grader, render: Render,
-        config: EnvironmentConfig, trained: Sampling, *, vocab_size: int | None = None, judged_by: Collection[str] = (),
-        max_abs: float = math.inf,
+        self, engine: Engine, pool: EnvironmentPool | OutsidePrograms, front: Front, grader: ThreadGrader,
+        render: Render, config: EnvironmentConfig, trained: Sampling, *, vocab_size: int | None = None,
+        judged_by: Collection[str] = (), max_abs: float = math.inf,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self._engine, self._pool, self._front, self._grader, self._render = engine, pool, front, grader, render

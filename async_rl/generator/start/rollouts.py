@@ -16,7 +16,7 @@ from async_rl.data.chat import load_tokenizer, vocabulary_size
 from async_rl.environments.pool import EnvironmentPool
 from async_rl.generator.backend import Backend, Text, TextBackend
 from async_rl.generator.environment_rollouts import EnvironmentRollouts, TokenizerText
-from async_rl.generator.rollouts import Grader, RolloutSource, SingleTurnRollouts
+from async_rl.generator.rollouts import RolloutSource, SingleTurnRollouts, ThreadGrader
 from async_rl.net.keys import ClientKeys
 from async_rl.process.user_code import digest_of
 from async_rl.registry import find_offer, load
@@ -38,7 +38,7 @@ class RolloutSetup:
 
     config: Config
     backend: Backend
-    grader: Grader
+    grader: ThreadGrader
     directory: Path
     code_digests: Mapping[str, str] | None = None
     keys: ClientKeys | None = None

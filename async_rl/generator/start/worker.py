@@ -4,22 +4,17 @@ An address and ``--set generator.*`` enter. The queue's answer to the handshake 
 imported when a backend or the weights receiver needs it.
 
 Each generator keeps model and tokenizer files in a *scratch directory* of its own, below the system's temporary
-directory, and removes it at its end. A generator that is killed leaves its directory behind. Each directory holds a
-locked file, and the lock ends with its process. So the next generator on the machine finds the directories whose owners
-are dead, and removes them.
+directory, and removes it at its end.
 """
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import secrets
-import shutil
 import socket
 import tempfile
 import threading
-import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -41,7 +36,7 @@ from async_rl.data.chat import load_tokenizer
 from async_rl.data.turn_end import turn_ends
 from async_rl.errors import AddressError, ConfigError, QueueError, RewardError, naming
 from async_rl.generator.backend import Backend, MultiRankBackend
-from async_rl.generator.loop import Device, Queue, WeightsReceiver, Worker
+from async_rl.generator.loop import Device, WeightsReceiver, Worker
 from async_rl.generator.rollouts import ThreadGrader
 from async_rl.generator.start.backends import build_backend, cuda_device
 from async_rl.generator.start.rollouts import RolloutSetup, open_rollouts
@@ -59,14 +54,10 @@ from async_rl.run.records.eval_records import Decode
 from async_rl.run.records.prometheus import Endpoint
 
 if TYPE_CHECKING:
+    from async_rl.queue.client.clients import GeneratorQueue
     from async_rl.weights.channel.receiver import Receiver
 
 logger = logging.getLogger(__name__)
-
-_SCRATCH_PREFIX = "async-rl-generator-"
-_SCRATCH_LOCK = "lock"
-_SCRATCH_YOUNG_S = 60.0
-"""The owner of a younger directory may not have locked it yet."""
 
 
 def run_generator(
@@ -128,9 +119,9 @@ def run_generator(
 
 
 def build_worker(
-    config: Config, *, queue: Queue, receiver: WeightsReceiver, backend: Backend, generator_id: str, wait_s: float,
-    directory: Path, code_digests: Mapping[str, str] | None, keys: ClientKeys | None, insecure: bool, stack: ExitStack,
-    device: Device | None = None, on_stats: Callable[[GeneratorStats], None] = lambda stats: None,
+    config: Config, *, queue: GeneratorQueue, receiver: WeightsReceiver, backend: Backend, generator_id: str,
+    wait_s: float, directory: Path, code_digests: Mapping[str, str] | None, keys: ClientKeys | None, insecure: bool,
+    stack: ExitStack, device: Device | None = None, on_stats: Callable[[GeneratorStats], None] = lambda stats: None,
 ) -> Worker:  # fmt: skip
     """Build the loop, with the rewards, scorers, teachers and rollouts of ``config``. ``stack`` closes them.
 
@@ -308,34 +299,6 @@ def write_files(directory: Path, files: Mapping[str, bytes]) -> None:
 
 @contextmanager
 def scratch_directory() -> Iterator[Path]:
-    """Create a temporary directory for this generator's files, and remove it at the end of the ``with`` block.
-
-    It contains only a lock file. Directories that dead generators of the same user left behind are removed first.
-    """
-    _remove_ownerless(Path(tempfile.gettempdir()))
-    with tempfile.TemporaryDirectory(prefix=_SCRATCH_PREFIX) as name:
-        lock = os.open(Path(name) / _SCRATCH_LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield Path(name)
-        finally:
-            os.close(lock)
-
-
-def _remove_ownerless(parent: Path) -> None:
-    for directory in parent.glob(f"{_SCRATCH_PREFIX}*"):
-        try:
-            lock = os.open(directory / _SCRATCH_LOCK, os.O_RDWR)
-        except OSError:
-            # Another user owns it, or it is being created.
-            continue
-        if time.time() - os.fstat(lock).st_mtime < _SCRATCH_YOUNG_S:
-            os.close(lock)
-            continue
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(directory, ignore_errors=True)
-        except BlockingIOError:
-            pass
-        finally:
-            os.close(lock)
+    """Create a temporary directory for this generator's files, and remove it at the end of the ``with`` block."""
+    with tempfile.TemporaryDirectory(prefix="async-rl-generator-") as name:
+        yield Path(name)

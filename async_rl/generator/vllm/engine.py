@@ -52,14 +52,12 @@ class Piece:
 class Load:
     """How busy the engine was at its newest step. ``kv_usage`` is the used share of the KV cache, 0 to 1.
 
-    ``num_tokens`` and ``num_preempted`` count sampled tokens and preempted sequences since the engine's start.
+    ``num_tokens`` counts sampled tokens since the engine's start.
     """
 
     num_running: int = 0
-    num_waiting: int = 0
     kv_usage: float = 0.0
     num_tokens: int = 0
-    num_preempted: int = 0
 
 
 class VllmEngine:
@@ -367,11 +365,9 @@ def _stat_logger(load: Load) -> Any:
         ) -> None:
             if scheduler_stats is not None:
                 load.num_running = scheduler_stats.num_running_reqs
-                load.num_waiting = scheduler_stats.num_waiting_reqs
                 load.kv_usage = scheduler_stats.kv_cache_usage
             if iteration_stats is not None:
                 load.num_tokens += iteration_stats.num_generation_tokens
-                load.num_preempted += iteration_stats.num_preempted_reqs
 
         def log_engine_initialized(self) -> None: ...
 

@@ -34,7 +34,7 @@ from async_rl.errors import ConfigError, DataError, ModelError
 from async_rl.extensions.insight.evaluation.sampling import OfflineSamples, sample_offline
 from async_rl.extensions.insight.evaluation.table import FIGURES_FILE, Entry, eval_table
 from async_rl.generator.backend import Backend
-from async_rl.generator.rollouts import Grader, Rollouts
+from async_rl.generator.rollouts import Rollouts, ThreadGrader
 from async_rl.generator.start.backends import build_backend
 from async_rl.generator.start.rollouts import RolloutSetup, open_rollouts
 from async_rl.generator.start.worker import build_grader, refuse_open_scorers
@@ -192,7 +192,7 @@ def _evaluated(config: Config, model: str, dataset: str, answered: OfflineSample
 
 
 def _player(
-    config: Config, model: str, grader: Grader, stack: ExitStack, report: Report
+    config: Config, model: str, grader: ThreadGrader, stack: ExitStack, report: Report
 ) -> tuple[Backend, Rollouts, Decode]:
     """Load a model for the evaluation. ``stack`` closes it.
 
