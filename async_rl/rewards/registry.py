@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from async_rl.config.config import Config
@@ -265,82 +266,30 @@ def _check_accuracies(outputs: Sequence[RewardOutput]) -> None:
 
 def overlong_penalty(config: Config) -> OverlongPenalty | None:
     """Return the penalty that ``reward.overlong`` and ``reward.soft_overlong`` choose. None if both are off."""
-    cache_length = config.cache_length if config.reward.soft_overlong else None
-
-    def dapo(item: RewardInput, earned: float, has_answer: bool) -> float:
-        return dapo_penalty(
-            item.num_tokens,
-            max_new_tokens=item.max_new_tokens,
-            cache_length=config.cache_length,
-            truncated=item.finish_reason == "length",
-        )
-
-    def zero_at_limit(item: RewardInput, earned: float, has_answer: bool) -> float:
-        return zero_at_limit_penalty(
-            item.num_tokens,
-            max_new_tokens=item.max_new_tokens,
-            cache_length=cache_length,
-            truncated=item.finish_reason == "length",
-            earned=earned,
-            has_answer=has_answer,
-        )
-
-    if config.reward.overlong == "zero_at_limit":
-        return zero_at_limit
-    return dapo if config.reward.soft_overlong else None
+    zeroes, is_soft = config.reward.overlong == "zero_at_limit", config.reward.soft_overlong
+    if not zeroes and not is_soft:
+        return None
+    return partial(penalty_of, cache_length=config.cache_length if is_soft else None, zeroes=zeroes)
 
 
-def dapo_penalty(num_tokens: int, *, max_new_tokens: int, cache_length: int, truncated: bool) -> float:
-    """Return DAPO's penalty for a long answer, as a share of the reward's scale, in [-1, 0].
+def penalty_of(item: RewardInput, earned: float, has_answer: bool, *, cache_length: int | None, zeroes: bool) -> float:
+    """Return the penalty for a long answer, as a share of the reward's scale.
 
-    The penalty is 0 up to L - C tokens, then ``((L - C) - n) / C``, and -1 from L tokens on. An answer that was cut
+    DAPO's penalty is 0 up to L - C tokens, then ``((L - C) - n) / C``, and -1 from L tokens on. An answer that was cut
     before L tokens, for example by the model's context length, gets -1 too.
 
-    Args:
-        num_tokens: n, the number of sampled tokens.
-        max_new_tokens: L, at least 1.
-        cache_length: C, at least 1.
-        truncated: whether the answer was cut.
-
-    Raises:
-        ValueError: L or C is below 1, or n is below 0.
-    """
-    if max_new_tokens < 1 or cache_length < 1 or num_tokens < 0:
-        raise ValueError(
-            f"expected max_new_tokens >= 1, cache_length >= 1 and num_tokens >= 0, got {max_new_tokens}, "
-            f"{cache_length} and {num_tokens}; this is a bug in async-rl, please report it"
-        )
-    if truncated or num_tokens >= max_new_tokens:
-        return -1.0
-    free_length = max_new_tokens - cache_length
-    return min(0.0, (free_length - num_tokens) / cache_length)
-
-
-def zero_at_limit_penalty(
-    num_tokens: int,
-    *,
-    max_new_tokens: int,
-    cache_length: int | None,
-    truncated: bool,
-    earned: float,
-    has_answer: bool,
-) -> float:
-    """Return Colossal-RL's penalty for a long answer, as a share of the reward's scale.
-
-    From L tokens on, and if the answer was cut, the penalty is ``-earned``, so that the reward becomes 0. Between
-    L - C and L tokens it is DAPO's linear penalty, but only for texts with an answer. So a wrong answer there gets less
-    than a text without an answer.
+    Colossal-RL's penalty is ``-earned`` where DAPO's is -1, so that the reward becomes 0. Between L - C and L tokens it
+    is DAPO's, but only for texts with an answer. So a wrong answer there gets less than a text without an answer.
 
     Args:
-        num_tokens: n, the number of sampled tokens.
-        max_new_tokens: L, at least 1.
-        cache_length: C, at least 1. If None, there is no linear part.
-        truncated: whether the answer was cut.
+        item: has n, the number of sampled tokens, and L, the limit on it.
         earned: the reward without this penalty, as a share of the scale.
         has_answer: whether an answer was found in the text.
+        cache_length: C, at least 1. If None, there is no linear part.
+        zeroes: whether the penalty is Colossal-RL's.
     """
-    if truncated or num_tokens >= max_new_tokens:
-        return 0.0 - earned  # not -0.0
-    if cache_length is None or not has_answer:
+    if item.finish_reason == "length" or item.num_tokens >= item.max_new_tokens:
+        return 0.0 - earned if zeroes else -1.0  # not -0.0
+    if cache_length is None or (zeroes and not has_answer):
         return 0.0
-    return dapo_penalty(num_tokens, max_new_tokens=max_new_tokens, cache_length=cache_length, truncated=False)
+    return min(0.0, (item.max_new_tokens - cache_length - item.num_tokens) / cache_length)

@@ -65,6 +65,10 @@ def test_the_format_alone_may_earn():
     ("reward", "text", "num_tokens", "is_cut", "correct", "overlong"),
     [
         # 80 tokens cost (75 - 80) / 25 = -0.2 of the scale, 100 all of it. With a cache of 50, 75 cost (50 - 75) / 50.
+        ({}, r"\boxed{72}", 75, False, 1.0, 0.0),
+        ({}, r"\boxed{72}", 76, False, 1.0, -0.04),
+        ({}, r"\boxed{72}", 99, False, 1.0, -0.96),
+        ({}, r"\boxed{72}", 101, False, 1.0, -1.0),
         ({"scale": 10.0}, r"\boxed{72}", 10, False, 10.0, 0.0),
         ({"scale": 10.0}, r"\boxed{72}", 80, False, 10.0, -2.0),
         ({"scale": 10.0}, r"\boxed{72}", 100, False, 10.0, -10.0),
