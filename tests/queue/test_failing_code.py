@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 from msgspec import structs
 
-from async_rl.net.codec import encode_group
+from async_rl.net.codec import encode_group, read_as
+from async_rl.queue import messages
 from async_rl.queue.core import diagnosis, generator_requests, learner_requests, persistence
 from async_rl.queue.core.failures import LONGEST_PAUSE_S
 from async_rl.queue.core.groups import read_summary
 from async_rl.queue.core.retries import TRANSIENT_WAIT_S
 from async_rl.queue.core.state import QueueState, encode_state, stop_reason
-from async_rl.queue.messages import FailedRollouts, Failure, NotReady
+from async_rl.queue.messages import FailedRollouts, Failure, LeasesGranted, NotReady
 from async_rl.records import Lease
 from tests.queue.builders import (
     LINEAGE,
@@ -27,6 +28,7 @@ from tests.queue.builders import (
     rows,
     take,
 )
+from tests.queue.direct import Run
 
 DOWN = {"is_transient": True, "place": "ConnectionError at /tool.py:7", "detail": "ConnectionRefusedError: tool:80"}
 
@@ -440,3 +442,22 @@ def test_a_hundred_are_named_and_all_are_counted():
     named = [entry["position"] for entry in persistence.ledger_file(state)["excluded"]]
     assert named == list(range(50, 150))
     assert persistence.status(state, 0.0)["prompts_too_long"] == 150
+
+
+def test_a_restart_forgets_who_failed_and_the_pause(run: Run):
+    def granted() -> LeasesGranted:
+        return read_as(run.call(b"g0", messages.LeaseRequest("g0", LINEAGE, 0, 4)).fields, LeasesGranted)
+
+    def reason() -> str:
+        return run.learner(messages.Take(LINEAGE, 0, 0)).fields["reason"]
+
+    failure = Failure("reward_error", "ConnectionRefusedError: tool:80", "/tool.py:7", is_transient=True)
+    run.call(b"g0", messages.Hello("g0", "host", "fake"))
+    while leases := granted().leases:
+        for lease in leases:
+            run.call(b"g0", messages.FailLease("g0", lease.lease_id, failure))
+    assert "quarantined: its last 8 leases failed" in granted().reason
+    assert "the run is paused" in reason()
+    run.server._durable.revert()
+    assert len(granted().leases) == 4
+    assert "the run is paused" not in reason()

@@ -148,6 +148,26 @@ def test_survivors_of_a_broken_epoch_pull_and_build_a_new_one_for_the_next_versi
     assert (again.build, again.epoch) == (True, go.epoch + 1)
 
 
+def test_after_three_broken_collectives_in_a_row_the_next_32_versions_are_pulled():
+    scheduler = rounds_with(A)
+    for version in range(3):
+        scheduler.publish(version)
+        enter = only(scheduler.advance(0.0), PrepareAction)
+        scheduler.mark_ready(A, enter.attempt)
+        go = only(scheduler.advance(0.0), StartAction)
+        scheduler.mark_failed(A, go.attempt, "unreachable")
+        scheduler.mark_sent(go.attempt, ok=False)
+        finish, pull = scheduler.advance(0.0)
+        assert isinstance(finish, FinishAction)
+        assert isinstance(pull, PullAction)
+        scheduler.ack(A, pull.attempt, version)
+    for version in range(3, 35):
+        scheduler.publish(version)
+        assert pull_all(scheduler, 0.0) == [A]
+    scheduler.publish(35)
+    only(scheduler.advance(0.0), PrepareAction)
+
+
 @pytest.mark.parametrize(
     ("of_a", "of_b", "num_old", "moved"),
     [
