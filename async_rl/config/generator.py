@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field, field_validator
 
 from async_rl.config.contradictions import value_of
+from async_rl.config.engine_arguments import check_engine_arguments
 from async_rl.config.section import Free, OnResume, Section, check_served_address
 from async_rl.process.user_code import ENVIRONMENTS, is_code_name
 from async_rl.registry import offers
@@ -117,6 +118,7 @@ ENGINE_KEYS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "generator.memory_fraction": ("vllm",),
         "generator.double_buffer": ("vllm",),
+        "generator.engine": ("vllm",),
         "experimental.vllm.kv_cache_bytes": ("vllm",),
         "experimental.vllm.enforce_eager": ("vllm",),
         "experimental.vllm.model_runner": ("vllm",),
@@ -323,6 +325,12 @@ class GeneratorConfig(Section):
         "memory of one more version from its cache. If false, or with tensor_parallel_size above 1, it copies versions "
         "from host memory, in the pause.",
     )
+    engine: dict[str, Any] = Field(
+        default={},
+        description="Arguments of vLLM's engine under their own names, as kv_cache_dtype or max_num_batched_tokens. "
+        "Refused is what has a key here, what returns other log-probabilities than those sampled from, and what no GPU "
+        "has run. The config that a queue server sends can't set what runs code or reads files.",
+    )
     kv_after_update: Literal["keep", "recompute"] = Field(
         default="keep",
         description="What happens to the cached keys and values of running sequences after a weight update: keep goes "
@@ -344,6 +352,12 @@ class GeneratorConfig(Section):
     @classmethod
     def _is_known(cls, value: str) -> str:
         check_backend_name(value)
+        return value
+
+    @field_validator("engine")
+    @classmethod
+    def _may_reach_the_engine(cls, value: dict[str, Any]) -> dict[str, Any]:
+        check_engine_arguments(value)
         return value
 
 

@@ -14,6 +14,7 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from async_rl.config.config import Config
+from async_rl.config.engine_arguments import is_operators
 from async_rl.config.generator import GeneratorConfig
 from async_rl.config.loss import LossConfig
 from async_rl.config.loss_names import OFF_VALUES
@@ -27,7 +28,8 @@ MACHINE_KEYS = (
     "reward.code.allow_unsafe", "reward.code.endpoint", "reward.code.packages",
     "reward.judge.endpoint", "reward.judge.api_key_env", "reward.judge.rubric_file", "reward.judge.cache",
 )  # fmt: skip
-"""Keys that only the operator of a generator's machine may set for it, in addition to ``generator.allow_code``."""
+"""Keys that only the operator of a generator's machine may set for it, in addition to ``generator.allow_code`` and what
+``is_operators`` names of ``generator.engine``."""
 _GENERATORS_OWN = ("generator.", "experimental.fake.", "experimental.vllm.", *MACHINE_KEYS)
 """Keys, or prefixes of keys, that a generator may set for its machine alone."""
 
@@ -312,6 +314,8 @@ def machine_overrides(config: Config) -> list[str]:
     """
     names = json.dumps(config.generator.allow_code, ensure_ascii=False)
     overrides = [f"generator.allow_code={names}"] if config.generator.allow_code else []
+    engine = config.generator.engine.items()
+    overrides += [f"generator.engine.{name}={json.dumps(value)}" for name, value in engine if is_operators(name)]
     reward = config.reward
     sections = {
         "code": reward.code if reward.runs_programs else None,
@@ -329,15 +333,15 @@ def machine_overrides(config: Config) -> list[str]:
 
 
 def refuse_foreign_decisions(config: Config, overrides: Sequence[str]) -> None:
-    """Refuse a queue's ``config`` that sets keys in ``MACHINE_KEYS`` which the generator's ``overrides`` do not set.
+    """Refuse a queue's ``config`` that sets what only this machine's operator may, and not by the generator's
+    ``overrides``.
 
     Raises:
         ConfigError: such a key is set. The message says which ``--set`` option allows it.
     """
-    allowed = {override.partition("=")[0].strip() for override in overrides}
+    allowed = ["generator.allow_code", *(override.partition("=")[0].strip() for override in overrides)]
     for asked in machine_overrides(config):
-        key = asked.partition("=")[0]
-        if key in MACHINE_KEYS and key not in allowed:
+        if not is_among(asked.partition("=")[0], allowed):
             raise ConfigError(
                 f"the queue's config sets {asked}, which only the operator of this machine may decide; if you agree, "
                 f"start the generator with --set '{asked}'"

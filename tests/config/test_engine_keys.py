@@ -28,6 +28,7 @@ REFUSED_BY_CAPABILITY: dict[str, Any] = {
 CHANGED = {
     "generator.memory_fraction": 0.5,
     "generator.double_buffer": False,
+    "generator.engine": {"kv_cache_dtype": "fp8"},
     "experimental.vllm.kv_cache_bytes": 1 << 30,
     "experimental.vllm.enforce_eager": True,
     "experimental.vllm.model_runner": "v2",

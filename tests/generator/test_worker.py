@@ -489,6 +489,22 @@ def test_a_queue_does_not_decide_what_another_machine_runs_and_tells(scene, rewa
     assert getattr(own, reward["type"]).endpoint == "http://127.0.0.1:9"
 
 
+def test_a_queue_does_not_decide_which_code_another_machines_engine_runs(scene):
+    engine = {"scheduler_cls": "theirs:It", "compilation_config": {"backend": "theirs"}, "block_size": 32}
+    generator = scene.config.generator.model_copy(update={"engine": engine})
+    asking = scene.config.model_copy(update={"generator": generator})
+    text, overrides = config_to_toml(asking), machine_overrides(asking)
+    key = "generator.engine.compilation_config"
+    assert overrides == ['generator.engine.scheduler_cls="theirs:It"', key + '={"backend": "theirs"}']
+    for missing in overrides:
+        with pytest.raises(ConfigError, match=f"the queue's config sets {re.escape(missing)}"):
+            generator_config(text, [one for one in overrides if one != missing])
+    assert generator_config(text, overrides).generator.engine == engine
+    with pytest.raises(ConfigError, match=f"the queue's config sets {key}="):
+        generator_config(text, [overrides[0], f"{key}.mode=3"])  # it agrees to nothing else in that table
+    assert generator_config(text, ["generator.engine={block_size=16}"]).generator.engine == {"block_size": 16}
+
+
 def test_keys_of_a_reward_that_is_not_used_ask_for_nothing(scene):
     reward = scene.config.reward.model_dump() | CODE | {"type": "boxed"}
     generator_config(config_to_toml(Config.model_validate({**scene.config.model_dump(), "reward": reward})), [])
