@@ -9,18 +9,22 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
 
-from async_rl.errors import EngineError, ModelError, WeightsError
+from async_rl.config.engine_arguments import check_engine_arguments
+from async_rl.errors import ConfigError, EngineError, ModelError, WeightsError
 from async_rl.generator.start import backends
+from async_rl.generator.vllm import adapter
 from async_rl.generator.vllm.adapter import (
     Gathered,
     check_installed,
     check_model_runner,
+    engine_arguments,
+    known_arguments,
     num_listed,
     sampling_parameters,
     token_versions,
@@ -28,6 +32,7 @@ from async_rl.generator.vllm.adapter import (
 )
 from async_rl.generator.vllm.engine import KvCacheCapacity, Load, VllmEngine
 from async_rl.generator.vllm.shared_staging import SharedStaging, map_memory
+from async_rl.launch.checks.machine import check_engine_arguments as check_arguments_here
 from async_rl.records import Sampling
 from async_rl.sampling_mask import contains
 from tests.config.made import a_config
@@ -80,6 +85,7 @@ def test_auto_is_vllm_only_with_cuda_and_vllm(monkeypatch, backend, is_installed
         ("cuda:0", {"generator": {"tensor_parallel_size": 2}}, False),
         ("cuda:0", {"weights": {"transport": "tcp"}}, False),
         ("cuda:0", {"lora": {"rank": 4, "publish": "adapters"}}, False),
+        ("cpu", {"generator": {"engine": {"quantization": "fp8"}}}, False),
     ],
 )
 def test_workers_on_a_gpu_receive_if_each_has_memory_and_a_gpu_for_itself(device, settings, expected):
@@ -251,3 +257,37 @@ def test_logprobs_that_leave_a_doubt_are_an_error(vocab_size: Any, token_ids: An
     kept = whole.sampling_mask()
     assert kept is not None
     assert kept.sizes.tolist() == [0]
+
+
+ENGINE = {"max_num_batched_tokens": 4096, "enable_prefix_caching": False}
+
+
+def test_the_engine_gets_what_generator_engine_says_and_all_else_that_it_gets_is_refused_there(monkeypatch, tmp_path):
+    monkeypatch.setattr(adapter, "known_arguments", lambda: list(ENGINE))
+    monkeypatch.setitem(sys.modules, "vllm.config", SimpleNamespace(WeightTransferConfig=dict))
+    monkeypatch.setitem(sys.modules, "vllm.config.lora", SimpleNamespace(MaxLoRARanks=Literal[8, 16]))
+    found: dict[str, Any] = {}
+    for device, lora in (("cpu", {}), ("cuda:0", {"rank": 8, "publish": "adapters"})):
+        config = a_config(generator={"engine": ENGINE}, lora=lora)
+        found |= engine_arguments(tmp_path, config, device=device, max_length=64, can_sleep=True)
+    assert ENGINE.items() <= found.items()
+    for name in found.keys() - ENGINE:
+        with pytest.raises(ValueError, match=rf"{name}: expected no value, got 1; leave it out: "):
+            check_engine_arguments({name: 1})
+
+
+def test_names_that_the_installed_vllm_lacks_are_refused_with_near_ones(monkeypatch, tmp_path):
+    config = a_config(generator={"engine": {"max_num_batch_tokens": 4096}})
+    [row] = check_arguments_here(config)
+    assert row.found.startswith("vLLM gets max_num_batch_tokens = 4096; vLLM is not installed here")
+    place = tmp_path / "vllm" / "engine"
+    place.mkdir(parents=True)
+    (tmp_path / "vllm" / "__init__.py").write_text("raise RuntimeError('it takes seconds to import')\n")
+    (place / "arg_utils.py").write_text(
+        "class EngineArgs:\n    max_num_batched_tokens: int = 0\n    _rank: int = 0\n"
+        "class AsyncEngineArgs(EngineArgs):\n    log: bool = False\nclass Other:\n    x: int = 1\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert known_arguments() == ["max_num_batched_tokens", "log"]
+    with pytest.raises(ConfigError, match=r"max_num_batch_tokens: .*; did you mean max_num_batched_tokens\?"):
+        list(check_arguments_here(config))

@@ -9,9 +9,12 @@ mask.
 
 from __future__ import annotations
 
+import ast
+import difflib
 import os
 from collections.abc import Iterable, Sequence
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -19,7 +22,7 @@ import numpy as np
 
 from async_rl.config.config import Config
 from async_rl.config.generator import BACKENDS, missing_package
-from async_rl.errors import EngineError, ModelError
+from async_rl.errors import ConfigError, EngineError, ModelError
 from async_rl.generator.backend import rollout_keys
 from async_rl.generator.vllm.plugin import DOUBLE_BUFFER, OWNED, TRANSFER_NAME
 from async_rl.records import NO_VERSION, Lease, Sampling
@@ -67,6 +70,40 @@ def check_installed() -> None:
         )
 
 
+def known_arguments() -> list[str]:
+    """Return the names of the arguments of the installed vLLM's engine, from its source: to import vLLM takes seconds.
+
+    Empty if vLLM is not installed here.
+    """
+    spec = find_spec("vllm")
+    places = [Path(one, "engine", "arg_utils.py") for one in (spec and spec.submodule_search_locations) or ()]
+    classes = [
+        node
+        for path in places
+        if path.is_file()
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs")
+    ]
+    fields = [line.target for one in classes for line in one.body if isinstance(line, ast.AnnAssign)]
+    return [one.id for one in fields if isinstance(one, ast.Name) and not one.id.startswith("_")]
+
+
+def check_names(arguments: Iterable[str]) -> None:
+    """Check that the installed vLLM, if there is one, knows the ``arguments`` of ``generator.engine``.
+
+    Raises:
+        ConfigError: it does not know one.
+    """
+    known = known_arguments()
+    for name in arguments if known else ():
+        if name not in known:
+            near = difflib.get_close_matches(name, known)
+            raise ConfigError(
+                f"generator.engine.{name}: expected an argument of the installed vLLM's engine, got another name; "
+                + (f"did you mean {' or '.join(near)}?" if near else "correct it")
+            )
+
+
 def check_model_runner(model_runner: Literal["v1", "v2"] | None) -> None:
     """Check that vLLM can run ``model_runner`` on this machine, before it loads a model.
 
@@ -107,9 +144,10 @@ def workers_receive(config: Config, *, device: str) -> bool:
 
     On a GPU they do so while the engine decodes, so they need memory for a second version there. With several workers
     the engine and the broadcast would both use NCCL on each device, in an order that may differ from worker to worker,
-    and could wait for each other for ever. Versions of adapters alone are small, and vLLM loads them from files.
+    and could wait for each other for ever. Versions of adapters alone are small, and vLLM loads them from files. The
+    memory would be that of the quantised parameters, if they are quantised, and a version is larger.
     """
-    if config.lora.publishes_adapters:
+    if config.lora.publishes_adapters or "quantization" in config.generator.engine:
         return False
     if device == "cpu":
         return True
@@ -123,6 +161,10 @@ def engine_arguments(
     """Return the keyword arguments of vLLM's ``AsyncEngineArgs`` for this run.
 
     ``can_sleep``: the engine gives up its memory when it sleeps, if vLLM can do that on ``device``.
+
+    Raises:
+        ConfigError: vLLM does not know an argument of ``generator.engine``.
+        ModelError: vLLM has no kernels for the run's adapters.
     """
     engine, vllm = config.generator, config.experimental.vllm
     is_cpu = device == "cpu"
@@ -130,10 +172,13 @@ def engine_arguments(
     kv_bytes = vllm.kv_cache_bytes or (CPU_KV_BYTES if is_cpu else None)
     from vllm.config import WeightTransferConfig  # pyright: ignore[reportMissingImports]
 
+    check_names(engine.engine)
     transfer: dict[str, Any] = {"weight_transfer_config": WeightTransferConfig(backend=TRANSFER_NAME)}
     if config.lora.publishes_adapters:
         transfer = lora_arguments(config)
     return {
+        "enable_prefix_caching": True,
+        **engine.engine,
         "model": str(directory),
         "runner": "generate",  # a config without "architectures" would become a model for embeddings
         "tokenizer": str(tokenizer_directory(directory)),
@@ -152,7 +197,6 @@ def engine_arguments(
         "gpu_memory_utilization": engine.memory_fraction,
         **({} if kv_bytes is None else {"kv_cache_memory_bytes": kv_bytes}),
         "enforce_eager": is_cpu if vllm.enforce_eager is None else vllm.enforce_eager,
-        "enable_prefix_caching": True,
         # For a prompt that is read in parts, vLLM rewinds the random numbers. torch's CPU generators can't do that, and
         # the engine would fail.
         **({"enable_chunked_prefill": False} if is_cpu else {}),

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from async_rl.config.config import Config
+from async_rl.config.engine_arguments import shown
 from async_rl.config.generator import BACKENDS
 from async_rl.data.answer_text import answer_decoder, prompt_opened
 from async_rl.data.chat import load_tokenizer, render_prompt
@@ -138,6 +139,7 @@ class VllmBackend:
         ``can_sleep``: allocate the engine's memory on a GPU so that ``sleep`` gives it up.
 
         Raises:
+            ConfigError: vLLM does not know an argument of ``generator.engine``.
             ModelError: vLLM is not installed, a file is missing or unreadable, vLLM can't run the model, or the config
                 sets ``generator.devices``.
         """
@@ -158,6 +160,7 @@ class VllmBackend:
         wanted = config.sampling.max_prompt_tokens + max(config.sampling.max_new_tokens, *answers, 0)
         max_length = min(wanted, getattr(text_config, "max_position_embeddings", None) or wanted)
         arguments = engine_arguments(directory, config, device=device, max_length=max_length, can_sleep=can_sleep)
+        logger.info("vLLM's engine gets %s", shown(arguments.items()))
         engine = VllmEngine.start(arguments)
         logger.info("vLLM computes in %s, with model runner %s", engine.dtype, engine.model_runner)
         has_adapters = config.lora.publishes_adapters

@@ -348,7 +348,7 @@ class VllmEngine:
 def _cannot_run(model: str, error: BaseException) -> ModelError:
     return ModelError(
         f"vLLM can't run {model} here: {type(error).__name__}: {error}; the reason is in the lines above. Another "
-        f"model, model.dtype, generator.memory_fraction, experimental.vllm.kv_cache_bytes or "
+        f"model, model.dtype, generator.memory_fraction, generator.engine, experimental.vllm.kv_cache_bytes or "
         f'generator.backend = "transformers" may help'
     )
 

@@ -15,9 +15,11 @@ from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
 from async_rl.config.config import Config
+from async_rl.config.engine_arguments import shown
 from async_rl.config.generator import BACKENDS, FALLBACK
 from async_rl.errors import ConfigError, WeightsError
 from async_rl.generator.start.worker import scratch_directory
+from async_rl.generator.vllm.adapter import check_names, known_arguments
 from async_rl.launch.checks.addresses import weights_host
 from async_rl.launch.checks.capacity import has_gpu, room_on_disk
 from async_rl.launch.checks.finding import Finding
@@ -82,6 +84,18 @@ def check_engines(start: Start) -> Iterator[Finding]:
                 yield Finding(package, "OK", f'{text} here; {elsewhere} = "{name}" needs it on other machines')
             else:
                 yield Finding(package, "OK", text if version or here else f"{text}, and not needed by this config")
+
+
+def check_engine_arguments(config: Config) -> Iterator[Finding]:
+    """Show what ``generator.engine`` gives to vLLM, if it is set, and check the names if vLLM is here.
+
+    Raises:
+        ConfigError: vLLM does not know one.
+    """
+    if arguments := config.generator.engine:
+        check_names(arguments)
+        unchecked = "" if known_arguments() else "; vLLM is not installed here, so a generator checks the names"
+        yield Finding("generator.engine", "OK", f"vLLM gets {shown(arguments.items())}{unchecked}")
 
 
 def _engine_users(start: Start) -> Iterator[tuple[str, str, bool]]:

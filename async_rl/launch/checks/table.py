@@ -101,6 +101,7 @@ CHECKS: tuple[Check, ...] = (
     Check("learner.offload", "machine", _TRAINERS,
           lambda s: settings.check_offloading(s.config, is_offline=s.role == "offline")),
     Check("engines", "machine", (*_LEARNERS, "generator"), machine.check_engines),
+    Check("generator.engine", "machine", (*_LEARNERS, "generator"), lambda s: machine.check_engine_arguments(s.config)),
     Check("code", "files", _LAUNCH, lambda s: rewards.check_code(s.config)),
     Check("data", "files", _LEARNERS, lambda s: data.describe_rows(s.loaded)),
     Check("offline data", "doctor", ("launch", "offline"),
