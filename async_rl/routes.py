@@ -62,6 +62,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
     }
 )
 """The models whose routes can be recorded and replayed, by ``model_type``."""
+BALANCE_KEY = "loss.load_balancing_coef"
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -82,18 +83,31 @@ class RoutingShape:
         return self.num_layers * self.top_k * self.dtype.itemsize
 
 
-def family_of(model_type: str) -> Family:
-    """Return the family of a ``model_type``.
+def family_of(model_type: str, key: str = "model.routing_replay") -> Family:
+    """Return the family of a ``model_type``, for the setting ``key``.
 
     Raises:
         ModelError: its routers are not understood, or it has none.
     """
     if model_type not in FAMILIES:
         raise ModelError(
-            f"model.routing_replay: expected a model with experts whose routers are understood "
+            f"{key}: expected a model with experts whose routers are understood "
             f"({', '.join(FAMILIES)}), got {model_type!r}; leave the key out, or choose another model"
         )
     return FAMILIES[model_type]
+
+
+def check_balanced(model_type: str) -> None:
+    """Check that a loss can balance the experts of a ``model_type`` (``loss.load_balancing_coef``).
+
+    Raises:
+        ModelError: see ``family_of``; or its routers have a bias instead of such a loss.
+    """
+    if family_of(model_type, BALANCE_KEY).gates == "sigmoid":
+        raise ModelError(
+            f"{BALANCE_KEY}: expected a model whose routers compute a softmax, got {model_type!r}, whose experts are "
+            f"balanced by a bias of its routers, which stays as it is; leave the key out"
+        )
 
 
 def routing_shape(model_config: Mapping[str, Any]) -> RoutingShape:
@@ -133,6 +147,12 @@ def why_misfit(routes: RouteArray | None, shape: RoutingShape | None, num_comput
     if (largest := int(routes.max(initial=0))) >= shape.num_experts:
         return f"expected experts below {shape.num_experts} in its routes, got {largest}"
     return ""
+
+
+def has_routers(model: Any) -> bool:
+    """Return whether ``model``, a model of transformers, has routers that are understood."""
+    family = FAMILIES.get(model.config.model_type)
+    return family is not None and any(type(module).__name__ == family.router for module in model.modules())
 
 
 def routers_of(model: Any, model_type: str) -> list[Any]:

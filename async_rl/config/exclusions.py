@@ -154,6 +154,12 @@ _MACHINES = (
     _row("model.routing_replay", lambda c: c.learner.compile and c.model.routing_replay, "false with learner.compile",
          "layers are not compiled with recorded routes, so leave one of the two out",
          {"learner.compile": True, "model.routing_replay": True, "generator.backend": "transformers"}),
+    *(_row("loss.load_balancing_coef", lambda c, holds=holds: c.loss.load_balancing_coef > 0 and holds(c),
+           f"0 with {key}", f"{why}, so leave one of the two out", {"loss.load_balancing_coef": 0.001, key: value})
+      for key, value, holds, why in (
+          ("learner.compile", True, lambda c: c.learner.compile, "layers are compiled without hooks on their routers"),
+          ("parallel.pipeline", 2, lambda c: c.parallel.pipeline > 1, "the loss is of the routers of all layers"),
+          ("lora.rank", 4, lambda c: c.lora.is_set, "routers are frozen beside adapters"))),
     _row("parallel.pipeline", lambda c: c.learner.compile and c.parallel.pipeline > 1, "1 with learner.compile",
          "compiled layers are checked on a whole model only, so leave one of the two out",
          {"learner.compile": True, "parallel.pipeline": 2}),

@@ -195,6 +195,12 @@ class LossConfig(Section):
     entropy_coef: float = Field(
         default=0.0, ge=0, description="Factor of the mean entropy, in nats, which is subtracted from the loss."
     )
+    load_balancing_coef: float = Field(
+        default=0.0,
+        ge=0,
+        description="Factor of the load-balancing loss of a model with experts, which is added to the loss; 0 adds "
+        "none.",
+    )
 
     aggregation: AggregationName = Field(
         default="token", description=f"How the losses of tokens become the step's loss. {choices(AGGREGATIONS)}."

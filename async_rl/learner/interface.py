@@ -109,6 +109,9 @@ class UpdateStats:
         own_metrics: metrics of the user's own loss, by key. Empty with the built-in loss.
         routing: at how many tokens and layers the replayed experts differ from those that the model's routers choose,
             and the number of tokens and layers. None without routing replay.
+        expert_load: float64 [L, E], how often the routers of the L layers with experts chose each, up to a factor.
+            Empty if it was not counted.
+        balance_loss: the load-balancing loss, without its coefficient. None if there is none.
         tokens: for each recorded sequence of a policy, what was computed for its tokens, without a further pass.
         cost: time, memory and operations of the step. None if the engine does not measure them.
     """
@@ -135,6 +138,8 @@ class UpdateStats:
     rule_tokens: Mapping[str, int] = field(default_factory=dict)
     own_metrics: Mapping[str, float] = field(default_factory=dict)
     routing: tuple[int, int] | None = None
+    expert_load: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))
+    balance_loss: float | None = None
     tokens: Mapping[int, TokenOutcomes] = field(default_factory=dict, compare=False)
     cost: UpdateCost | None = field(default=None, compare=False)
 

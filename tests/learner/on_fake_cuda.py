@@ -70,6 +70,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "adapters": {"lora": {"rank": 4, "publish": "adapters"}},
         "lora-on-8-bits": {"lora": {"rank": 4, "base_bits": 8}, "weights": {"parity": "warn"}},
         "gspo": {"loss": {"preset": "gspo"}},
+        "balanced-experts": {"loss": {"load_balancing_coef": 0.01}},
         "own-loss": {"loss": {"function": OWN_LOSS}},
         "anchored-with-entropy": {"loss": {"anchor": "proximal", "entropy_coef": 0.01}},
         "adamw-bf16": {"optimizer": {"name": "adamw_bf16"}},

@@ -244,6 +244,35 @@ def replayed(directory: Path) -> None:
     ranks.close()
 
 
+BALANCED: dict[str, dict[str, Any]] = {
+    "shards": {}, "experts": {"experts": 2}, "tensor": {"tensor": 2}, "parts": {"sequence": 2},
+}  # fmt: skip
+"""Layouts of two ranks: the section ``parallel``."""
+
+
+def balanced_config(directory: Path, **sections: Any) -> Config:
+    """A step that reports its gradient (PLAIN) with the load-balancing loss, each sequence in its own micro-batch."""
+    own = {"loss": {"load_balancing_coef": 0.1}, "learner": {"max_tokens": 18 // sections.pop("num_parts", 1)}}
+    return tiny_config(directory, "model", **(PLAIN | own | sections))
+
+
+def balanced(directory: Path) -> None:
+    """Under each layout one step with the load-balancing loss, saved."""
+    ranks = init_ranks(balanced_config(directory))
+    for name, parallel in BALANCED.items():
+        model = {"gradient_checkpointing": "full"}
+        num_parts = parallel.get("sequence", 1)
+        config = balanced_config(directory, model=model, parallel=parallel, num_parts=num_parts)
+        engine = laid_out_engine(config, ranks)
+        if not leads(engine):
+            continue
+        stats = engine.update(random_sequences(5, 14, spread=3), version=0)
+        save(engine, directory / name, 1)
+        torch.save((stats.balance_loss, stats.expert_load), directory / name / "balance.pt")
+        stop_following(engine)
+    ranks.close()
+
+
 def engine_config(directory: Path, variant: dict[str, Any]) -> Any:
     return tiny_config(directory, "model", **(PLAIN | variant))
 

@@ -9,6 +9,7 @@ from async_rl.config.parallel import Layout, check_sizes
 from async_rl.data.chat import model_routing, model_settings, vocabulary_size
 from async_rl.errors import ConfigError
 from async_rl.launch.checks.finding import Finding
+from async_rl.routes import check_balanced
 
 
 def find_age(config: Config) -> Finding:
@@ -117,10 +118,13 @@ def check_stop_tokens(config: Config) -> None:
 
 
 def check_routing(config: Config) -> None:
-    """Check that the model has routes that can be replayed, if ``model.routing_replay`` is set.
+    """Check that the model has routes that can be replayed, if ``model.routing_replay`` is set, and experts that can
+    be balanced, if ``loss.load_balancing_coef`` is.
 
     Raises:
         ModelError: it has none, or its routers are not understood.
     """
     if config.model.routing_replay:
         model_routing(config.model.path)
+    if config.loss.load_balancing_coef:
+        check_balanced(str(model_settings(config.model.path).get("model_type")))

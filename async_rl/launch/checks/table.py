@@ -110,7 +110,7 @@ CHECKS: tuple[Check, ...] = (
           lambda s: find_size(s.config) if s.role == "plan" else models.check_policy(s.config)),
     Check("critic", "files", _LEARNERS, lambda s: models.check_critic(s.config)),
     Check("parallel", "files", (*_TRAINERS, "plan"), lambda s: settings.check_division(s.config), needs=("model",)),
-    Check("model.routing_replay", "files", _LEARNERS, lambda s: settings.check_routing(s.config), needs=("model",)),
+    Check("routers", "files", _LEARNERS, lambda s: settings.check_routing(s.config), needs=("model",)),
     Check("compiler", "machine", _TRAINERS, lambda s: machine.check_compiler(s.config)),
     Check("model.attention", "machine", _TRAINERS, lambda s: machine.check_attention(s.config), needs=("devices",)),
     Check("disk", "machine", _LEARNERS, lambda s: check_disk(s.config), needs=("run.dir", "model")),

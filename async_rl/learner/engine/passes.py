@@ -173,7 +173,7 @@ class Passes:
             batch = batches.pop(index)
             self.begin_backward(index, len(micro_batches))
             with self._clock.phase("backward"):
-                if self.pipeline is not None and self._policy.replay is not None:
+                if self.pipeline is not None and batch.routes is not None:
                     self._policy.route_again(self._own_part(micro_batches[index], batch))
                 output.backward(gradient)
             # A micro-batch's gradients are accumulated, the optimizer has not stepped.
@@ -244,7 +244,14 @@ class Passes:
             entropy_grad=objective.needs_entropy_grad,
             predict=objective.predict_slopes(batch, version=version),
         )
-        return objective(batch, scored, version=version)
+        result = objective(batch, scored, version=version)
+        routers = self._policy.routers
+        if routers is None or not routers.balance_coef:
+            return result
+        weight = objective.statistics.of(result.sums, "denominator")[0]
+        group = None if self._sequence is None else self._sequence.get_group()
+        balance = routers.balance_loss(weight, len(micro_batch.token_ids), group)
+        return result._replace(loss_sum=result.loss_sum + balance)
 
     def _compute(
         self,

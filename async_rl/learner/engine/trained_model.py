@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ from async_rl.learner.model.loading import Weights, load_policy, load_reference,
 from async_rl.learner.model.lora import Adapters, published_name
 from async_rl.learner.model.packing_choice import set_packing
 from async_rl.learner.model.policy_model import PolicyModel, to_device
-from async_rl.learner.model.routing import RoutingReplay
+from async_rl.learner.model.routing import RouterHooks
 from async_rl.learner.model.self_test import check_replay
 from async_rl.learner.optimizers.muon import hidden_matrices
 from async_rl.learner.optimizers.optimizer import Schedule, build_optimizer, by_mesh
@@ -48,6 +48,7 @@ from async_rl.learner.phases import PhaseClock, peak_memory_bytes
 from async_rl.learner.ranks import Ranks, compute_dtype
 from async_rl.learner.sequences import TrainSequence
 from async_rl.net.wire import decode, encode
+from async_rl.routes import has_routers
 
 
 class Updated(NamedTuple):
@@ -97,7 +98,7 @@ class TrainedModel:
             schedule: the learning rates.
             head: what the model computes.
             max_length: number of tokens of the longest sequence.
-            is_policy: whether the loss is that of ``[loss]``, so that there may be a reference, and routes to replay.
+            is_policy: whether the loss is that of ``[loss]``, so that there may be a reference, and routers matter.
 
         Raises:
             ModelError: the model is missing, can't be trained, or computes wrong values for a micro-batch.
@@ -107,7 +108,7 @@ class TrainedModel:
         self.objective, self._schedule = objective, schedule
         self._dtype, self._is_sharded = compute_dtype(config, ranks.device), ranks.has_group
         self.model, weights = load_policy(config.model, "padded", is_sharded=self._is_sharded, head=head)
-        self._test_model(weights, max_length=max_length, may_replay=is_policy)
+        self._test_model(weights, max_length=max_length, is_policy=is_policy)
         self._names = self.model.tensor_names()
         self._specs = self._tensor_specs()
         self.adapters: Adapters | None = None
@@ -131,18 +132,20 @@ class TrainedModel:
             self._files = with_value_config(self._files, self.model.causal_lm)
         self._host_copy = HostCopy()
 
-    def _test_model(self, weights: Weights | None, *, max_length: int, may_replay: bool) -> None:
-        """Test the model on rank 0, choose how it computes micro-batches, and prepare it to replay routes."""
+    def _test_model(self, weights: Weights | None, *, max_length: int, is_policy: bool) -> None:
+        """Test the model on rank 0, choose how it computes micro-batches, and prepare its routers."""
         config, ranks = self.config, self._ranks
         tested = read_tested(config.model, self.model, weights) if ranks.is_leader else None
         set_packing(self.model, config.learner.packing, ranks, tested=tested, max_length=max_length)
         check_packing(self.model.packing, ranks.layout.sequence)
         if tested is not None and ranks.layout.pipeline > 1:
             check_stages(tested)
-        if config.model.routing_replay and may_replay:
-            self.model.replay = RoutingReplay(self.model.causal_lm)
-            if tested is not None:
-                tested.replay = tested.replay or RoutingReplay(tested.causal_lm)
+        coef, replays = config.loss.load_balancing_coef, config.model.routing_replay
+        measures = has_routers(self.model.causal_lm) and not config.learner.compile
+        if is_policy and (replays or coef or measures):
+            self.model.routers = RouterHooks(self.model.causal_lm, replays=replays, balance_coef=coef)
+            if tested is not None and replays:
+                tested.routers = tested.routers or RouterHooks(tested.causal_lm)
                 check_replay(tested)
 
     def _load_reference(self) -> tuple[PolicyModel | None, Weights | None]:
@@ -244,8 +247,8 @@ class TrainedModel:
 
     def update(self, micro_batches: Sequence[MicroBatch], version: int, *, records: bool = False) -> Updated:
         """Make an optimizer step. What it returns is of use on rank 0. ``records``: return its tokens, too."""
-        if self.model.replay is not None:
-            self.model.replay.reset_counts()
+        if self.model.routers is not None:
+            self.model.routers.reset_counts()
         sums, ratio_max, skipped, tokens = self.passes.accumulate(
             micro_batches, self.objective, version, records=records
         )
@@ -253,7 +256,7 @@ class TrainedModel:
             sums, skipped, tokens = torch.zeros_like(sums), skipped[:0], ()  # another rank reports the same
         with self._clock.phase("optimizer"):
             sums = self._ranks.all_reduce_sum(sums.cpu())
-            routing = self._replayed()
+            routing = self._routing(self.objective.denominator(sums))
             lr = self._schedule.lr_at(self._num_updates) * self._ess_scale(sums)
             outcome = self._step(self.objective.denominator(sums), lr, self.objective.why_skip(sums))
         fields = {"ratio_max": float(ratio_max), "peak_bytes": peak_memory_bytes(self._ranks.device)}
@@ -263,18 +266,24 @@ class TrainedModel:
         ratio_max = max((r.fields["ratio_max"] for r in reports), default=0.0)
         stats = update_stats(sums, ratio_max, skipped_ids, outcome, objective=self.objective)
         return Updated(
-            replace(stats, routing=routing),
+            replace(stats, **routing),
             peak_bytes=max((r.fields["peak_bytes"] for r in reports), default=0),
             tokens=[tuple(r.arrays[1:]) for r in reports if len(r.arrays) > 1],
         )
 
-    def _replayed(self) -> tuple[int, int] | None:
-        """Return the counts of ``UpdateStats.routing``, over all ranks."""
-        if (replay := self.model.replay) is None:
-            return None
-        counts = torch.tensor([int(replay.num_different), replay.num_counted])
-        num_different, num_counted = self._ranks.all_reduce_sum(counts).tolist()
-        return num_different, num_counted
+    def _routing(self, denominator: float) -> dict[str, Any]:
+        """Return what ``UpdateStats`` has about routers, by field, over all ranks."""
+        if (routers := self.model.routers) is None:
+            return {}
+        is_reporter = self._ranks.layout.is_reporter(self._ranks.rank)  # others have the same loss
+        numbers = [float(routers.num_different), routers.num_counted, float(routers.balance) * is_reporter]
+        own = torch.cat([torch.tensor(numbers, dtype=torch.float64), routers.load_LE.cpu().flatten().double()])
+        different, counted, balance, *load = self._ranks.all_reduce_sum(own).tolist()
+        return {
+            "routing": (int(different), int(counted)) if counted else None,
+            "expert_load": np.array(load).reshape(routers.num_layers, -1),
+            "balance_loss": balance / (denominator or 1.0) if routers.balance_coef else None,
+        }
 
     def _ess_scale(self, sums: Tensor) -> float:
         """Return the factor of the learning rate by ``optimizer.ess_reference`` (VCPO, arXiv:2602.17616)."""

@@ -30,7 +30,7 @@ from async_rl.learner.model.heads import SCORE_WEIGHT, Head, auto_class, head_of
 from async_rl.learner.model.logprobs import token_logprobs
 from async_rl.learner.model.mask_tensors import MaskTensors
 from async_rl.learner.model.recomputation import recompute
-from async_rl.learner.model.routing import RoutingReplay
+from async_rl.learner.model.routing import RouterHooks
 from async_rl.learner.model.split_attention import PartLayout
 from async_rl.learner.sequences import COLUMNS
 
@@ -197,7 +197,7 @@ class PolicyModel(nn.Module):
             those of its embedding.
         packing: how the decoder computes a micro-batch. Batches of ``to_device`` must have been made for it.
         head_dtype: in which the head is computed, whatever dtype its weight has; None: that of the weight.
-        replay: replays the routes of a micro-batch. None: the routers choose, and batches have no routes.
+        routers: replays the routes of a micro-batch, and counts. None: the routers choose, if there are any.
     """
 
     head_kind: ClassVar[Head] = "tokens"
@@ -217,7 +217,7 @@ class PolicyModel(nn.Module):
         rows_of = self.head if self.head_kind == "tokens" else cast(nn.Embedding, causal_lm.get_input_embeddings())
         self.vocab_size = int(rows_of.weight.shape[0])
         self.head_dtype = head_dtype
-        self.replay: RoutingReplay | None = None
+        self.routers: RouterHooks | None = None
         native = causal_lm.config._attn_implementation or "eager"
         self._padded_attention = "eager" if caps_attention(causal_lm.config) else native
         self.eval()
@@ -321,23 +321,22 @@ class PolicyModel(nn.Module):
         copies have the same value. The padding is on the right. No real token sees it, because the decoder is causal,
         so no mask is needed.
         """
-        with nullcontext() if self.replay is None else self._routed(self.replay, batch):
+        with nullcontext() if self.routers is None else self._routed(self.routers, batch):
             return self.decoded(batch)
 
-    def _routed(self, replay: RoutingReplay, batch: DeviceBatch) -> AbstractContextManager[None]:
+    def _routed(self, routers: RouterHooks, batch: DeviceBatch) -> AbstractContextManager[None]:
         """Compute the decoder with the batch's routes, laid out as the decoder's tokens, while the result is active."""
-        if batch.routes is None:
-            return replay.forward(None)
-        routes_TLK = batch.routes.view(-1, replay.num_layers, replay.top_k)
+        routes_TLK = None if batch.routes is None else batch.routes.view(-1, routers.num_layers, routers.top_k)
         if self.packing == "packed":
-            return replay.forward(routes_TLK, counted=None if batch.part is None else batch.part.real)
+            return routers.forward(routes_TLK, counted=None if batch.part is None else batch.part.real)
         (rows,), restore = batch.layout.padding
-        return replay.forward(routes_TLK.index_select(0, rows.gather), counted=restore)
+        routes_NLK = None if routes_TLK is None else routes_TLK.index_select(0, rows.gather)
+        return routers.forward(routes_NLK, counted=restore)
 
     def route_again(self, batch: DeviceBatch) -> None:
         """Prepare to compute layers of ``batch`` again in its backward pass, if others were computed since then."""
-        if self.replay is not None:
-            with self._routed(self.replay, batch):
+        if self.routers is not None:
+            with self._routed(self.routers, batch):
                 pass
 
     def decoded(self, batch: DeviceBatch) -> Tensor:

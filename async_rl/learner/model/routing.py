@@ -1,9 +1,10 @@
-"""Routing replay: the model computes each token with the experts that the generator's engine chose.
+"""The routers of a model with experts: routing replay, the load of experts, and the loss that balances it.
 
 R3 (arXiv:2510.11370): where the engine's routers choose other experts than the learner's, a token's probability jumps,
-and the ratio pi/mu with it. ``RoutingReplay`` puts a hook on every router of a model. The hook replaces the choice by
+and the ratio pi/mu with it. ``RouterHooks`` puts a hook on every router of a model. The hook replaces the choice by
 the recorded one, and computes the weights of these experts from the router's own logits, as the model's family does, so
-that the router gets its gradient.
+that the router gets its gradient. It counts the tokens for which the router itself chose each expert, and sums the
+probabilities of the router, for the loss of the Switch Transformer (arXiv:2101.03961) as transformers computes it.
 
 The routes of a micro-batch stay until the next one begins, because the backward pass computes layers again under
 gradient checkpointing. Shape letters: N = tokens that the decoder computes, L = layers with experts, E = experts, K =
@@ -17,9 +18,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from async_rl.routes import Family, family_of, routers_of
+from async_rl.routes import Family, check_balanced, family_of, routers_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,26 +48,34 @@ def gates(family: Family, router: Any, logits_NE: Tensor, chosen_NK: Tensor) -> 
             return weights_NK * router.routed_scaling_factor
 
 
-class RoutingReplay:
+class RouterHooks:
     """The hooks on the routers of one model. Without routes the routers choose by themselves.
 
     Attributes:
-        num_layers, top_k: L and K of the model.
+        num_layers, num_experts, top_k: L, E and K of the model.
         num_different: int64 [], at how many of the counted tokens and layers the router itself would have chosen other
-            experts. The caller resets both counts.
-        num_counted: number of counted tokens and layers.
+            experts. The caller resets it and what follows.
+        num_counted: number of these tokens and layers.
+        load_LE: int64, for how many of the counted tokens each router itself chose each expert.
+        balance: float64 [], the sum of the micro-batches' ``balance_loss``, without the coefficient.
+        balance_coef: the coefficient. 0: there is no such loss.
+        replays: whether routes are replayed. If not, the routers choose, whatever routes there are.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, replays: bool = True, balance_coef: float = 0.0) -> None:
         """Add the hooks to the routers of ``model``.
 
         Raises:
-            ModelError: the model has no experts, or its routers are not understood.
+            ModelError: the model has no experts, its routers are not understood, or no loss can balance them.
         """
         model_type = model.config.model_type
-        self._family = family_of(model_type)
+        if balance_coef:
+            check_balanced(model_type)
+        self._family, self.replays, self.balance_coef = family_of(model_type), replays, balance_coef
         routers = routers_of(model, model_type)
         self.num_layers, self.top_k = len(routers), int(routers[0].top_k)
+        self.num_experts = int(routers[0].num_experts)
+        self._sums: list[tuple[Tensor, Tensor]] = []
         self._routes_NLK: Tensor | None = None
         self._counted: Tensor | slice | None = None
         self._is_counting = False
@@ -76,15 +86,41 @@ class RoutingReplay:
 
     def reset_counts(self) -> None:
         self.num_different, self.num_counted = torch.zeros((), dtype=torch.int64), 0
+        self.load_LE = torch.zeros(self.num_layers, self.num_experts, dtype=torch.int64)
+        self.balance = torch.zeros((), dtype=torch.float64)
+
+    def balance_loss(self, weight: Tensor, num_tokens: int, group: dist.ProcessGroup | None) -> Tensor:
+        """Return the load-balancing loss of the last forward pass times the coefficient and ``weight``, float64 [].
+
+        It is ``E sum_e f_e p_e``, with ``f_e`` the number of choices of expert e by a token and a layer in the mean,
+        ``p_e`` the mean of its probabilities, as in transformers' ``load_balancing_loss_func``. The gradient is that
+        by the tokens of this rank, with the ``f_e`` and ``p_e`` of the whole row.
+
+        Args:
+            weight: float64 [], what the micro-batch adds to the denominator of the step's loss.
+            num_tokens: those of the row.
+            group: the ranks that compute a part of the row each. None: this rank computes it.
+        """
+        sums, self._sums = self._sums, []
+        counts_E, probs_E = (torch.stack(of_layers).sum(0) for of_layers in zip(*sums, strict=True))
+        if group is not None:
+            whole = torch.stack([counts_E.float(), probs_E.detach()])
+            dist.all_reduce(whole, group=group)
+            counts_E, probs_E = whole[0], probs_E + (whole[1] - probs_E.detach())
+        size = num_tokens * self.num_layers
+        loss = self.num_experts * ((counts_E / size) * (probs_E / size)).sum().double() * weight
+        self.balance = self.balance.to(loss.device) + loss.detach()
+        return self.balance_coef * loss
 
     @contextmanager
     def forward(self, routes_NLK: Tensor | None, counted: Tensor | slice | None = None) -> Iterator[None]:
         """Run one forward pass in the ``with`` block with these routes (integers; None: the routers' own choice).
 
-        Its backward pass uses them, too. Differences are counted in the forward pass only, at the tokens ``counted``
-        (a slice of N, or int64 indices into it; None: all tokens).
+        Its backward pass uses them, too. Tokens are counted in the forward pass only, those at ``counted`` (a slice of
+        N, or int64 indices into it; None: all tokens).
         """
-        self._routes_NLK, self._counted, self._is_counting = routes_NLK, counted, True
+        self._routes_NLK, self._counted = routes_NLK if self.replays else None, counted
+        self._is_counting, self._sums = True, []
         try:
             yield
         finally:
@@ -106,6 +142,8 @@ class RoutingReplay:
             logits_NE, weights_NK, own_NK = output[family.logits], output[1], output[2 - family.logits]
             if self._recorded is not None:
                 self._recorded[layer] = own_NK
+            if torch.is_grad_enabled():
+                self._sum(layer, logits_NE, own_NK)
             if self._routes_NLK is None:
                 return None
             chosen_NK = self._routes_NLK[:, layer].long()
@@ -115,6 +153,22 @@ class RoutingReplay:
             return (chosen_NK, weights_NK, logits_NE) if family.logits else (logits_NE, weights_NK, chosen_NK)
 
         return replay
+
+    def _sum(self, layer: int, logits_NE: Tensor, own_NK: Tensor) -> None:
+        """Add up what the load and the loss need of a layer's counted tokens, in a pass of training."""
+        place = slice(None) if self._counted is None else self._counted
+        probs_E = None
+        if self.balance_coef:
+            # Computed again with the layer: checkpointing compares what the two times save for the backward pass.
+            probs_E = torch.softmax(logits_NE[place], dim=-1, dtype=torch.float32).sum(0)
+        if not self._is_counting:
+            return
+        chosen = own_NK[place].flatten().long()
+        counts_E = chosen.new_zeros(self.num_experts).scatter_add_(0, chosen, torch.ones_like(chosen))
+        self.load_LE = self.load_LE.to(chosen.device)
+        self.load_LE[layer] += counts_E
+        if probs_E is not None:
+            self._sums.append((counts_E, probs_E))
 
     @torch.no_grad()
     def _count(self, own_NK: Tensor, chosen_NK: Tensor) -> None:

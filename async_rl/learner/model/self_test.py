@@ -88,12 +88,12 @@ def check_replay(policy: PolicyModel) -> None:
     """Check that replaying the routes which the model chooses changes nothing, bit for bit.
 
     Args:
-        policy: on the host, unsharded, with its ``replay``.
+        policy: on the host, unsharded, with its ``routers``.
 
     Raises:
         ModelError: the decoder's output changes.
     """
-    replay = policy.replay
+    replay = policy.routers
     assert replay is not None, "a check of routing replay without routing replay"
     batch = test_batch(policy)
     with _few_layers(policy):

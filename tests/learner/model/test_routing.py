@@ -15,7 +15,7 @@ from async_rl.errors import ModelError
 from async_rl.learner.data.packing import Packing, from_arrays, pack, to_arrays
 from async_rl.learner.model import routing
 from async_rl.learner.model.policy_model import PolicyModel, load_model, to_device
-from async_rl.learner.model.routing import RoutingReplay, gates
+from async_rl.learner.model.routing import RouterHooks, gates
 from async_rl.learner.model.self_test import check_replay
 from async_rl.learner.sequences import TrainSequence
 from async_rl.routes import FAMILIES
@@ -28,7 +28,7 @@ from tests.learner.tiny import random_sequences, tiny_config, tiny_model
 
 def policy_of(directory: Path, packing: Packing = "packed") -> PolicyModel:
     policy = PolicyModel(load_model(ModelConfig(path=str(directory))), packing)
-    policy.replay = RoutingReplay(policy.causal_lm)
+    policy.routers = RouterHooks(policy.causal_lm)
     return policy
 
 
@@ -95,8 +95,8 @@ def test_the_experts_of_every_token_are_the_given_ones(tmp_path: Path, packing: 
     for module in policy.modules():
         if type(module).__name__ == "Qwen3MoeTopKRouter":
             module.register_forward_hook(lambda _module, _inputs, output: seen.append(output[2]))
-    assert policy.replay is not None
-    with policy.replay.recording() as own:
+    assert policy.routers is not None
+    with policy.routers.recording() as own:
         policy(batch)
     for layer, chosen in enumerate(seen):
         of_row = chosen if packing == "packed" else chosen[batch.layout.padding[1]]
@@ -109,8 +109,8 @@ def test_the_experts_of_every_token_are_the_given_ones(tmp_path: Path, packing: 
         for layer, rows in enumerate(own_rows)
         for o, g in zip(rows, micro_batch.routes.reshape(-1, 3, 2)[:, layer], strict=True)
     )
-    assert policy.replay.num_counted == 3 * num_tokens
-    assert int(policy.replay.num_different) == differing > num_tokens
+    assert policy.routers.num_counted == 3 * num_tokens
+    assert int(policy.routers.num_different) == differing > num_tokens
 
 
 def stepped(root: Path, name: str, **sections: Any) -> tuple[Any, Tensors]:
