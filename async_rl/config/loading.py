@@ -38,7 +38,7 @@ _ROUTER_KEYS = (
     "aux_loss_coef", "output_router_logits", "router_aux_loss_coef", "router_bias_update_rate", "router_z_loss",
     "router_z_loss_coef", "update_router_bias",
 )  # fmt: skip
-"""Names under which a user may ask for a loss of the routers or for updates of their bias, in any section."""
+"""Names under which a user may ask for another loss of the routers or updates of their bias, in any section."""
 _REPLACED: Mapping[str, str] = dict.fromkeys(
     ("queue.adaptive", "experimental.adaptive_min_ess", "experimental.adaptive_max_kl"),
     'remove it: queue.run_ahead = "auto" keeps data younger than a bound that lowers itself did',
@@ -227,9 +227,8 @@ def explain_error(detail: Mapping[str, Any]) -> str:
     key = ".".join(part for part in parts if not part.startswith(("literal[", "constrained-")))
     if detail["type"] == "extra_forbidden" and detail["loc"][-1] in _ROUTER_KEYS:
         return (
-            f"{key}: losses of routers and updates of their bias are not supported, because they change the policy for "
-            f"another reason than the reward: routers are trained by [loss] alone, and their bias stays as it is; "
-            f"remove the key"
+            f"{key}: unknown key; loss.load_balancing_coef is the only loss of routers, and their bias stays as it is; "
+            f"set that, or remove the key"
         )
     if detail["type"] == "extra_forbidden" and key in _REPLACED:
         return f"{key}: unknown key; {_REPLACED[key]}"

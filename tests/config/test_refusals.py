@@ -173,8 +173,9 @@ def test_all_mistakes_are_named_at_once():
 
 
 @pytest.mark.parametrize("key", ["router_z_loss", "update_router_bias", "router_aux_loss_coef"])
-def test_losses_and_bias_updates_of_routers_are_refused_with_the_reason(key: str):
-    assert f"model.{key}: losses of routers and updates of their bias are not supported" in refusal(model={key: 0.1})
+def test_losses_and_bias_updates_of_routers_are_refused_with_the_only_loss_of_them(key: str):
+    message = f"model.{key}: unknown key; loss.load_balancing_coef is the only loss of routers"
+    assert message in refusal(model={key: 0.1})
 
 
 @pytest.mark.parametrize("override", ["s", "=3", "k=3", ".k=3", "s.=3", "s..k=3", "run.dir.deep=1"])
