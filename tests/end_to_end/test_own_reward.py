@@ -32,7 +32,8 @@ MAY_BE_ABSENT = {
     # The settings, or what happened, decide.
     "score/mean", "turns/mean", "turns/max", "kl/reference", "masked/<cause>",
     "mismatch_kl/update_effect", "parity/mean", "parity/<name>", "parity/sampled_<name>", "packing/padding",
-    "packing/repeated", "rule/<name>", "loss_mask/<name>", "loss_metric/<name>", "routing/different",
+    "packing/repeated", "rule/<name>", "loss_mask/<name>", "loss_metric/<name>",
+    *(f"routing/{name}" for name in ("different", "balance_loss", "busiest", "unused")),
     "distill/kl", "distill/top_k_mass", "source/<source>/distill_kl",
     *(f"source/<source>/{name}" for name in ("groups", "accuracy", "reward", "aside", "known", "pass_rate")),
     *(f"curriculum/{name}" for name in ("aside", "known", "pass_rate", "passed_aside", "passed_thinned")),

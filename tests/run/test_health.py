@@ -15,7 +15,7 @@ from tests.run.health_runs import HEALTHY, SICK, load
 GOOD: dict[str, float] = {
     "tokens/trained": 900.0, "lr": 1e-5, "accuracy/mean": 0.4, "entropy": 0.4, "grad_norm": 0.5, "staleness/mean": 3.0,
     "ratio/ess": 0.98, "ratio/kl": 0.001, "ratio/clip_fraction": 0.01, "mismatch_kl/lag_0": 0.0005,
-    "lag_0/tokens": 900.0,
+    "lag_0/tokens": 900.0, "routing/unused": 0.25,
 }  # fmt: skip
 
 
@@ -46,6 +46,7 @@ def good_then(num_bad: int, *, num_good: int = 10, **figures: Any) -> list[Row]:
         ("random", {"entropy": 0.81}),  # above twice 0.4
         ("gradient", {"grad_norm": 10.1}),  # above 20 times 0.5
         ("reversed", {"advantage__agreement": -0.51}),  # three of four pairs
+        ("experts", {"routing__unused": 0.31}),  # a twentieth of them more than 0.25
         ("no_gradient", {"grad_norm": 0.0}),
     ],
 )

@@ -396,6 +396,7 @@ def update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
         **({"kl/reference": mean("reference_kl")} if updates[0].reference_kl is not None else {}),
         **{key: mean_of([u.own_metrics[key] for u in updates]) for key in updates[0].own_metrics},
         **_packing_metrics(updates),
+        **({"routing/balance_loss": mean("balance_loss")} if updates[0].balance_loss is not None else {}),
         **_routing_metrics(updates),
         **_cost_metrics(updates),
         **_lag_metrics(updates),
@@ -420,11 +421,17 @@ def _packing_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
 
 
 def _routing_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
-    """Return how often the replayed experts differ from the learner's own choice. Empty without routing replay."""
-    counts = [u.routing for u in updates if u.routing is not None]
-    if not counts:
-        return {}
-    return {"routing/different": sum(different for different, _ in counts) / max(1, sum(total for _, total in counts))}
+    """Return how often the replayed experts differ from the learner's own choice, and how even the experts' load is.
+    Empty for a model without experts.
+    """
+    metrics: dict[str, float] = {}
+    if counts := [u.routing for u in updates if u.routing is not None]:
+        metrics["routing/different"] = sum(n for n, _ in counts) / max(1, sum(total for _, total in counts))
+    load_LE = np.sum([u.expert_load for u in updates], axis=0)
+    if load_LE.any():
+        metrics["routing/busiest"] = float((load_LE.max(1) / load_LE.mean(1)).max())
+        metrics["routing/unused"] = float((load_LE == 0).mean())
+    return metrics
 
 
 def _cost_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:

@@ -282,6 +282,11 @@ def _no_gradient(step: Figures, beginning: Figures) -> float | None:
     return _NO_GRADIENT
 
 
+def _unused_limit(_: Figures, beginning: Figures) -> float | None:
+    """Return a twentieth of all experts more than at the beginning: a task may need few, but not fewer and fewer."""
+    return beginning["routing/unused"] + 0.05 if "routing/unused" in beginning else None
+
+
 def _low_agreement(step: Figures, _: Figures) -> float | None:
     """Return that three of four pairs are the wrong way around. None with a teacher, who does not ask for accuracy."""
     return None if "distill/kl" in step else -0.5
@@ -317,6 +322,7 @@ _CERTAIN = _Sign("entropy", "entropy", " nats", _low_entropy, is_low=True)
 _RANDOM = _Sign("entropy", "entropy", " nats", _high_entropy)
 _EXPLODES = _Sign("grad_norm", "gradient norm", "", _high_gradient)
 _ZERO = _Sign("grad_norm", "gradient norm", "", _no_gradient, is_low=True)
+_UNUSED = _Sign("routing/unused", "unused experts", "%", _unused_limit)
 _AGREEMENT = _Sign("advantage/agreement", "agreement of accuracies and advantages", "", _low_agreement, is_low=True)
 
 _WORSE = _Cause(
@@ -358,6 +364,13 @@ CAUSES: tuple[_Cause, ...] = (
     ),
     _WORSE,
     _Cause(
+        "experts",
+        "experts are chosen no more",
+        (_UNUSED,),
+        lambda _: "Raise loss.load_balancing_coef, such as to 0.001, or lower optimizer.lr",
+        is_collapse=False,
+    ),
+    _Cause(
         "no_gradient",
         "nothing is learned, because all answers of a group get the same advantage",
         (_ZERO,),
@@ -371,6 +384,6 @@ CAUSES: tuple[_Cause, ...] = (
 KEYS = (
     "mismatch_kl/lag_0", "ratio/ess", "ratio/kl", "ratio/clip_fraction", "entropy", "grad_norm", "accuracy/mean", "lr",
     "staleness/mean", "lag_0/tokens", "tokens/trained", "distill/kl", "advantage/agreement", "accuracy/received",
-    "staleness/in_queue_mean", "queue/run_ahead_limit",
+    "staleness/in_queue_mean", "queue/run_ahead_limit", "routing/unused",
 )  # fmt: skip
 """The metrics that are read."""

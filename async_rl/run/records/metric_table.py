@@ -55,6 +55,12 @@ METRIC_SECTIONS: dict[str, dict[str, str]] = {
         "micro-batch, among the tokens that the learner computed; only if rows are padded.",
         "routing/different": "Share of the tokens and layers at which the replayed experts differ from those that the "
         "learner's routers would choose; only with model.routing_replay.",
+        "routing/balance_loss": "Load-balancing loss of the step, without its coefficient; only with "
+        "loss.load_balancing_coef.",
+        "routing/busiest": "Tokens for which the routers of a layer chose its busiest expert, divided by an even "
+        "share, in the layer where this is largest: 1 is balanced. This and routing/unused only of models whose "
+        "routers are understood (docs/algorithms.md), and not with learner.compile.",
+        "routing/unused": "Share of the experts of all layers that no router chose for any token of the step.",
     },
     "The critic": {
         "critic/loss": "Value loss of the step, half the squared error of values to their targets; this and the other "

@@ -67,6 +67,11 @@ def test_what_single_updates_report_is_merged_by_its_own_weight():
     metrics = update_metrics([first, second])
     assert (metrics["kl/reference"], metrics["routing/different"]) == pytest.approx((2.0, 0.15))
     assert (metrics["packing/padding"], metrics["packing/repeated"]) == (0.5, 0.25)
+    # Of experts in two layers: the busiest gets 6 of 8 tokens, thrice an even share; 3 of 8 get none.
+    loads = [np.array([[6.0, 1, 0, 0], [1, 1, 0, 1]]), np.array([[0.0, 1, 0, 0], [1, 3, 0, 1]])]
+    balanced = [replace(f, expert_load=load, balance_loss=b) for f, load, b in zip((first, second), loads, (2, 6))]
+    found = update_metrics(balanced)
+    assert (found["routing/busiest"], found["routing/unused"], found["routing/balance_loss"]) == (3.0, 3 / 8, 3.0)
     # At the first step the policy may be the reference model, to the bit.
     assert update_metrics([replace(PLAIN_STATS, reference_kl=0.0)])["kl/reference"] == 0.0
 
