@@ -153,6 +153,17 @@ CONTRADICTIONS: tuple[Contradiction, ...] = tuple(row._replace(section="loss") f
         example={"best_k": 2, "advantage": "per_turn_mean"},
     ),
     Contradiction(
+        keys=("advantage", "length_bonus", "kl_placement"),
+        holds=lambda c: (
+            ADVANTAGES[c.advantage].per_part
+            and (c.length_bonus > 0 or (c.kl_coef > 0 and c.kl_placement == "reward"))
+        ),
+        expected="no loss.length_bonus and no KL in the reward with an advantage of the reward's parts",
+        reason="they change the sum of the parts, which this advantage does not read; set length_bonus = 0, and "
+        "kl_placement = \"loss\" or \"advantage\"",
+        example={"advantage": "per_part_norm", "length_bonus": 0.1},
+    ),
+    Contradiction(
         keys=("advantage_function", "advantage"),
         holds=lambda c: c.advantage_function is not None and c.advantage != "group_norm",
         expected="no loss.advantage with loss.advantage_function, which replaces it",

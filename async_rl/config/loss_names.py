@@ -41,6 +41,7 @@ class Advantage(NamedTuple):
         over_step: whether its baseline is over all rollouts of the step, not over those of one group.
         whitens_tokens: whether the advantages of all trained tokens are normalised at the end.
         weighs_rollouts: whether its baseline weighs rollouts by pi/mu before the batch's first update.
+        per_part: whether each part of the reward is normalised in its group, before their weighted sum is the reward.
         per_turn: whether it compares the rewards that follow the same turn, so that every turn has its own advantage.
         has_critic: whether it is computed from the values of a critic (the section ``critic``), token by token.
     """
@@ -49,6 +50,7 @@ class Advantage(NamedTuple):
     over_step: bool = False
     whitens_tokens: bool = False
     weighs_rollouts: bool = False
+    per_part: bool = False
     per_turn: bool = False
     has_critic: bool = False
 
@@ -97,6 +99,9 @@ ADVANTAGES: Mapping[str, Advantage] = {
     "group_mean": Advantage("reward less the group's mean"),
     "leave_one_out": Advantage("reward less the mean of the group's other rewards"),
     "global_norm": Advantage("as group_norm, over all rollouts of the step", over_step=True),
+    "per_part_norm": Advantage(
+        "each part of the reward as group_norm, then their weighted sum as global_norm", over_step=True, per_part=True
+    ),
     "reinforce_pp": Advantage("as group_mean, then normalised over all trained tokens", whitens_tokens=True),
     "off_policy_optimal": Advantage(
         "reward less the mean of the group weighted by length and squared policy / behavior policy of the answer",

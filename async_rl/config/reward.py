@@ -296,6 +296,11 @@ class RewardConfig(Section):
         named = (self.type, *self.extra)
         return named if self.right_by in named else (*named, self.right_by)
 
+    def weight_of(self, part: str) -> float:
+        """Return the factor that the reward's ``part`` contains, which is not 0."""
+        weights = {"format": self.format} | {name.rpartition(":")[2]: weight for name, weight in self.extra.items()}
+        return weights.get(part) or self.scale
+
     @property
     def shown(self) -> str:
         """The names of all rewards of the run, for messages."""

@@ -355,7 +355,10 @@ class Trainer:
         for part in self._parts:
             with self._timed(part):
                 scored = part.score(scored)
-        return with_advantages(scored, config.loss, own=self._own_advantage, version=version, critic=config.critic)
+        return with_advantages(
+            scored, config.loss,
+            own=self._own_advantage, version=version, critic=config.critic, reward=config.reward,
+        )  # fmt: skip
 
     def _update(self, prepared: PreparedBatch) -> list[UpdateStats | None]:
         """Make an optimizer step on each mini-batch, in every epoch. The result is None for a mini-batch in which all

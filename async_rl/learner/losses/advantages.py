@@ -28,6 +28,7 @@ import torch
 from async_rl.config.critic import CriticConfig
 from async_rl.config.loss import LossConfig
 from async_rl.config.loss_names import ADVANTAGES
+from async_rl.config.reward import RewardConfig
 from async_rl.config.section import look_up
 from async_rl.errors import TrainingError
 from async_rl.learner.data.batch import PreparedBatch, along_tokens, leave_out
@@ -52,7 +53,7 @@ TokenKl = Mapping[int, np.ndarray]
 
 def with_advantages(
     prepared: PreparedBatch, loss: LossConfig, *, own: OwnAdvantage | None = None, version: int = 0,
-    critic: CriticConfig | None = None,
+    critic: CriticConfig | None = None, reward: RewardConfig | None = None,
 ) -> PreparedBatch:  # fmt: skip
     """Return ``prepared`` with advantages according to ``loss``. Rollouts that ``loss.best_k`` excludes are masked.
 
@@ -70,6 +71,7 @@ def with_advantages(
         own: the function of ``loss.advantage_function``. None: the estimator of ``loss.advantage``.
         version: the learner's version, for the ages of rollouts that ``own`` gets.
         critic: the section ``[critic]``, for ``advantage = "gae"``. Then ``prepared`` has the critic's values.
+        reward: the section ``[reward]``, for the weights of the reward's parts. None: they are 1.
 
     Raises:
         ValueError: a reward is not finite.
@@ -95,6 +97,8 @@ def with_advantages(
     elif ADVANTAGES[loss.advantage].per_turn:
         advantages = _of_turns(list(earned_rewards(prepared, rewards, penalties)), groups, loss)
     else:
+        if ADVANTAGES[loss.advantage].per_part:
+            rewards = _normalised_parts(prepared, groups, reward)
         advantages = _estimated(prepared, rewards, groups, loss)
     if loss.best_k is not None:
         assert isinstance(advantages, np.ndarray)  # the call of the user's function has checked it
@@ -120,6 +124,24 @@ def _estimated(
         weights = () if log_weights is None else (log_weights[members],)
         advantages[members] = estimate(rewards_R[members], *weights)
     return advantages
+
+
+def _normalised_parts(prepared: PreparedBatch, groups: Sequence[np.ndarray], reward: RewardConfig | None) -> np.ndarray:
+    """Return the weighted sum of each rollout's reward parts, each normalised within its group (GDPO,
+    arXiv:2601.05242), float64 [R].
+
+    As in TRL 1.16, a rollout without a part does not count in that part's mean and standard deviation, and gets 0 for
+    it. verl 0.9.1 has all parts, and 1e-6 in place of ``STD_FLOOR``. Both normalise values without their weights, which
+    our parts contain. The sum is normalised like ``global_norm``: TRL does so too, verl over trained tokens.
+    """
+    parts = [rollout.reward_parts for item in prepared.groups for rollout in item.group.rollouts]
+    sums = np.zeros_like(prepared.rewards)
+    for members in groups:
+        for name in dict.fromkeys(name for i in members for name in parts[i]):
+            having = np.array([i for i in members if name in parts[i]])
+            weight = 1.0 if reward is None else reward.weight_of(name)
+            sums[having] += weight * group_normalised(np.array([parts[i][name] / weight for i in having]))
+    return sums
 
 
 def _of_turns(earned: Sequence[Earned], groups: Sequence[np.ndarray], loss: LossConfig) -> list[np.ndarray]:
@@ -246,6 +268,7 @@ ADVANTAGE_FUNCTIONS: Mapping[str, Callable[..., np.ndarray]] = {
     "group_mean": group_centred,
     "leave_one_out": leave_one_out,
     "global_norm": group_normalised,
+    "per_part_norm": group_normalised,
     "reinforce_pp": group_centred,
     "off_policy_optimal": off_policy_optimal,
     "per_turn_mean": group_centred,

@@ -12,7 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from async_rl.config.judge import JudgeConfig
 from async_rl.config.loss import LossConfig
+from async_rl.config.reward import RewardConfig
 from async_rl.errors import TrainingError
 from async_rl.learner.data.batch import PreparedBatch, along_tokens
 from async_rl.learner.interface import PolicyScores
@@ -31,6 +33,7 @@ from async_rl.learner.losses.advantages import (
 from async_rl.records import FinishReason, Rollout, TokenSequence
 from tests.learner.data import test_batch as batch
 
+JUDGE = JudgeConfig(endpoint="http://127.0.0.1:1", model="m")
 ESTIMATORS = ("group_norm", "group_mean", "leave_one_out", "global_norm", "reinforce_pp")
 
 
@@ -90,6 +93,34 @@ def test_reinforce_pp_whitens_over_the_tokens_of_the_step():
     # Tokens 0.5, 0.5, 0.5 and -0.5: mean 0.25, std 0.4330127.
     got = advantages(with_advantages(prepare([rollout(1, 3), rollout(0)]), loss(advantage="reinforce_pp")))
     assert got == {0: pytest.approx(0.25 / 0.4331127), 1: pytest.approx(-0.75 / 0.4331127)}
+
+
+def test_reward_parts_are_normalised_apart_then_summed_as_in_trl_and_verl():
+    # The code of TRL 1.16.0 (GRPOTrainer, normalize_then_sum) in float64, with weights 2, 0.5 and -0.1, and None of the
+    # third function for the first two answers.
+    first = [(1.0, 0.3, None), (0.0, 0.5, None), (1.0, 0.5, 2.0)], [(0.0, 0.25, -1.0), (0.0, 0.75, 4.0), (0.0, 0.25, 1)]
+    trl = [0.4940318905, -1.7280863890, 1.2340544984, -0.1675095513, 0.4029843449, -0.2354747936]
+    # That of verl 0.9.1 (compute_gdpo_outcome_advantage), one token an answer, with 0.5 for None, in float64. It adds
+    # 1e-6 to deviations where TRL and this add 1e-4.
+    second = [(1.0, 0.3, 0.5), (0.0, 0.5, 0.5), (1.0, 0.5, 2.0)], first[1]
+    verl = [0.5632636539, -1.7409873429, 1.1777237365, -0.1737953889, 0.4180748514, -0.2442795100]
+    reward = RewardConfig(scale=2.0, extra={"mine.py:short": 0.5, "judge": -0.1}, judge=JUDGE)
+    for groups, expected, tolerance in ((first, trl, 1e-6), (second, verl, 1e-3)):
+        step = prepare(*([in_parts(values, (2.0, 0.5, -0.1)) for values in group] for group in groups))
+        got = advantages(with_advantages(step, loss(advantage="per_part_norm"), reward=reward))
+        np.testing.assert_allclose([got[i] for i in range(6)], expected, rtol=tolerance)
+    # The weights of parts count after their deviations have been divided out.
+    even = advantages(with_advantages(step, loss(advantage="per_part_norm")))
+    assert abs(even[2] - got[2]) > 0.1
+    alike = prepare([in_parts((0.1, 0.3, 0.7), (1, 1, 1))] * 3, [in_parts((1, None, 0.5), (1, 1, 1))])
+    assert set(advantages(with_advantages(alike, loss(advantage="per_part_norm"))).values()) == {0.0}
+
+
+def in_parts(values: Sequence[float | None], weights: Sequence[float]) -> Rollout:
+    """A rollout with weight times value in each part."""
+    named = zip(("correct", "short", "judge"), values, weights, strict=True)
+    parts = {name: weight * value for name, value, weight in named if value is not None}
+    return Rollout(rollout(0).sequences, parts, 0.0, "stop")
 
 
 @pytest.mark.parametrize("advantage", ESTIMATORS)
