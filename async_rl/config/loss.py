@@ -1,7 +1,7 @@
 """The section ``loss``: its keys. ``loss_names`` has their names and presets, ``loss_contradictions`` what is refused.
 
 In formulas, pi is the policy that is trained, mu the behavior policy that sampled, prox the proximal policy of the
-decoupled loss, and ref the frozen reference model.
+decoupled loss, and ref the reference model.
 """
 
 from __future__ import annotations
@@ -192,6 +192,18 @@ class LossConfig(Section):
     kl_reference: str | None = Field(
         default=None, description="Directory of the reference model; if unset, the model that the run began with."
     )
+    reference_every: int = Field(
+        default=0,
+        ge=0,
+        description="After every this many optimizer steps the reference becomes the policy; 0 keeps it fixed.",
+    )
+    reference_decay: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Share of itself that the reference keeps then: reference = decay x reference + (1 - decay) x "
+        "policy; of adapters, each matrix.",
+    )
     entropy_coef: float = Field(
         default=0.0, ge=0, description="Factor of the mean entropy, in nats, which is subtracted from the loss."
     )
@@ -258,7 +270,7 @@ class LossConfig(Section):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a frozen reference model must compute log-probabilities of the sequences."""
+        """Whether a reference model must compute log-probabilities of the sequences."""
         return self.kl_coef != 0
 
     @property

@@ -144,6 +144,20 @@ CONTRADICTIONS: tuple[Contradiction, ...] = tuple(row._replace(section="loss") f
         example={"kl_reference": "some/model"},
     ),
     Contradiction(
+        keys=("reference_every", "kl_coef", "kl_reference"),
+        holds=lambda c: c.reference_every > 0 and (c.kl_coef == 0 or c.kl_reference is not None),
+        expected="a loss.kl_coef above 0, and no kl_reference, with reference_every",
+        reason="only the model that the run began with moves; set kl_coef, and leave kl_reference out",
+        example={"reference_every": 8},
+    ),
+    Contradiction(
+        keys=("reference_decay", "reference_every"),
+        holds=lambda c: c.reference_decay > 0 and c.reference_every == 0,
+        expected="a loss.reference_every with reference_decay",
+        reason="the reference would never move; set reference_every, or leave reference_decay out",
+        example={"reference_decay": 0.4},
+    ),
+    Contradiction(
         keys=("best_k", "advantage"),
         holds=lambda c: (
             c.best_k is not None and (ADVANTAGES[c.advantage].per_turn or ADVANTAGES[c.advantage].has_critic)

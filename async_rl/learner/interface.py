@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ScoredBy = Literal["policy", "reference"]
-"""The model that ``Engine.score`` uses: the policy with its current weights, or the frozen reference."""
+"""The model that ``Engine.score`` uses: the policy with its current weights, or the reference."""
 
 
 ModelName = Literal["policy", "critic"]

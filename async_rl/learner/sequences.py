@@ -62,7 +62,7 @@ class TokenColumns(Generic[A]):
         behavior_logprobs: nats, at sampling time and temperature.
         versions: the version that sampled the token.
         advantages: reward units, finite.
-        reference_logprobs: nats, of the frozen reference model.
+        reference_logprobs: nats, of the reference model.
         proximal_logprobs: nats, of the policy that the step began with. [0] also where that is the trained one: at the
             first update on a batch, where both have the same weights.
         verdicts: a ``losses.rules.Verdict``, if something judges tokens by the whole step.

@@ -118,12 +118,17 @@ def run_layout(
         first = with_reference(engine, first)
     scores = engine.score_policy(first)
     recorded = [replace(sequence, is_recorded=True) for sequence in first]
-    stats = [engine.update(recorded, version=0), engine.update(first[:5], version=0)]
+    stats = [engine.update(recorded, version=0)]
+    if config.loss.reference_every:  # with the second step
+        assert_equal(engine.score(first, of="reference"), {i: one.logprobs for i, one in scores.items()})
+    stats.append(engine.update(first[:5], version=0))
     if not engine_settings:
         assert stats[0].tokens.keys() == scores.keys()
         for sequence_id, tokens in stats[0].tokens.items():
             np.testing.assert_allclose(tokens.logprobs, scores[sequence_id].logprobs, rtol=1e-3, atol=1e-3)
             np.testing.assert_allclose(tokens.entropies, scores[sequence_id].entropies, rtol=1e-3, atol=1e-3)
+    if config.loss.reference_every and not config.loss.reference_decay:
+        assert_equal(engine.score(first, of="reference"), engine.score(first, of="policy"))
     save(engine, target / "checkpoint", 2)
     published = {name: tensor.detach().clone() for name, tensor in engine.gather()}
     found = {
@@ -136,6 +141,10 @@ def run_layout(
     }
     torch.save((found, published), target / "found.pt")
     stop_following(engine)
+
+
+def assert_equal(got: Mapping[int, np.ndarray], expected: Mapping[int, np.ndarray]) -> None:
+    assert all(np.array_equal(got[i], values) for i, values in expected.items())
 
 
 def run_cases(directory: Path) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from msgspec import structs
 
 from async_rl.learner.checkpoints.files import latest_checkpoint, model_part
-from async_rl.learner.checkpoints.stored_tensors import MODEL, OPTIMIZER, load_tensors
+from async_rl.learner.checkpoints.stored_tensors import MODEL, OPTIMIZER, REFERENCE, load_tensors
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.ranks import init_ranks
 from async_rl.process import fault_points
@@ -105,7 +105,7 @@ def start(directory: Path) -> None:
 
 
 def tensors_of(directory: Path) -> dict[str, Any]:
-    """Model and optimizer of the run's last checkpoint, and those of its critic."""
+    """Model, optimizer and a reference that moves of the run's last checkpoint, and those of its critic."""
     latest = latest_checkpoint(directory / "run")
     assert latest is not None
     parts = {"": latest, "critic.": model_part(latest, "critic")}
@@ -113,6 +113,6 @@ def tensors_of(directory: Path) -> dict[str, Any]:
         of + prefix + name: tensor
         for of, part in parts.items()
         if part.is_dir()
-        for prefix in (MODEL, OPTIMIZER)
+        for prefix in (MODEL, OPTIMIZER, REFERENCE)
         for name, tensor in load_tensors(part, prefix).items()
     }

@@ -36,6 +36,7 @@ TEACHER = {
     "distill": {"teacher": "teacher", "form": "loss", "top_k": 3, "coef": 0.5},
     "generator": {"backend": "transformers"},  # the other one knows no vocabulary that a teacher could share
 }
+MOVING = {"loss": {"preset": "grpo", "reference_every": 3, "reference_decay": 0.4, "advantage": "per_part_norm"}}
 ON_TRUNK = CRITIC | {"critic": {**CRITIC["critic"], "trunk": "policy", "lr": 1e-2}}
 OF_TWO = ("learner.forward-rank-1", "learner.backward", "learner.trained", "learner.checkpoint_saved")
 
@@ -52,7 +53,7 @@ def begin(directory: Path, num_steps: int, sections: dict[str, Any], bound: int)
 WITH_RANK_1 = (*ALL, *OF_RANK_1)
 SPLIT = {"parallel": {"sequence": 2}}
 RUNS: dict[str, tuple[int, dict[str, Any], tuple[str, ...], int]] = {
-    "two ranks": (2, {}, OF_TWO, 0),
+    "two ranks": (2, MOVING, OF_TWO, 0),
     "critic": (1, CRITIC, OF_CRITIC, 2),
     "one rank, all": (1, {}, ALL, 0),
     "one rank, stale": (1, {}, OF_STALE, 2),

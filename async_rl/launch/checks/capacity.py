@@ -85,13 +85,14 @@ def _existing(path: Path) -> Path:
 
 
 def checkpoint_bytes(config: Config) -> int:
-    """Return the size of a checkpoint, with that of a critic. Return 0 if the models' sizes are unknown.
+    """Return the size of a checkpoint, with a critic and a reference that moves. 0 if the models' sizes are unknown.
 
     A checkpoint with low-rank adapters counts as 0, too.
     """
     if config.lora.rank is not None:
         return 0
-    return _float32_bytes(config, 1)
+    moving = config.has_reference_model and config.loss.reference_every > 0
+    return _float32_bytes(config, 1) + moving * 4 * num_parameters(config.model.path)
 
 
 def _float32_bytes(config: Config, num_copies: int) -> int:

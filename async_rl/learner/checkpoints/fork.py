@@ -193,6 +193,8 @@ def notes_on_models(point: ForkPoint, changed: Mapping[str, tuple[Any, Any]], co
             f"the trained weights are those of {point.checkpoint}; model.path gives the fork its tokenizer, the "
             f"model's settings, and the weights that stay frozen (a reference, the base of adapters)"
         )
+    if 0 in changed.get("loss.reference_every", ()):
+        notes.append("the reference is the model of model.path again, not one that has moved")
     if "loss.advantage" in changed and changed["loss.advantage"][0] == "gae" and not config.loss.has_critic:
         notes.append(f"the critic of {point.checkpoint} is left out")
     return notes

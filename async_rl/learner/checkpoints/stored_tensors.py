@@ -38,6 +38,7 @@ from async_rl.weights.memory import own_memory
 
 MODEL = "model."
 OPTIMIZER = "optimizer."
+REFERENCE = "reference."
 """Prefixes of the names of stored tensors. In optimizer names, the kind of state follows, such as ``exp_avg.``."""
 _STATE = "engine.json"
 _FILE_BYTES = 128 << 20
@@ -77,13 +78,14 @@ class TrainingState:
 
     @classmethod
     def of(
-        cls, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], *, num_updates: int, ranks: Ranks
-    ) -> Self:
-        """Return the state of now. The tensors are not copied."""
+        cls, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor],
+        reference: Mapping[str, Tensor] | None = None, *, num_updates: int, ranks: Ranks,
+    ) -> Self:  # fmt: skip
+        """Return the state of now. ``reference`` is one that moves. The tensors are not copied."""
         random = {"cpu": torch.get_rng_state()}
         if ranks.device.type == "cuda":
             random["cuda"] = torch.cuda.get_rng_state(ranks.device)
-        return cls(_tensors(model, optimizer), random, num_updates)
+        return cls(_tensors(model, optimizer, reference), random, num_updates)
 
 
 class HostCopy:
@@ -159,20 +161,27 @@ def write_training_state(directory: Path, state: TrainingState, ranks: Ranks) ->
 
 
 def load_training_state(
-    directory: Path, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], *, ranks: Ranks
-) -> int:
+    directory: Path, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor],
+    reference: Mapping[str, Tensor] | None = None, *, ranks: Ranks,
+) -> int:  # fmt: skip
     """Fill the tensors in place from the checkpoint ``directory``. Return the number of updates done.
 
-    A rank for which no random state is stored keeps its current random state.
+    A rank for which no random state is stored keeps its current random state. A fork may have a reference that moves
+    where its checkpoint has none, which keeps its values, or the reverse.
 
     Raises:
         RunError: a file is missing, or the stored tensors belong to another model.
     """
-    state = _tensors(model, optimizer)
     with _storage_errors("read", directory, USE_ANOTHER):
         num_updates = _read_num_updates(directory / _STATE)
         reader = _Reader(directory)
-        _check_fits(directory, reader.tensors, state, ranks)
+        stored = reader.tensors
+        if not any(name.startswith(REFERENCE) for name in stored):
+            reference = None
+        elif not reference:
+            stored = {name: entry for name, entry in stored.items() if not name.startswith(REFERENCE)}
+        state = _tensors(model, optimizer, reference)
+        _check_fits(directory, stored, state, ranks)
         reader.load(state, process_group=ranks.host_group, no_dist=not ranks.has_group)
     _read_random_state(directory, ranks)
     return num_updates
@@ -300,9 +309,11 @@ def _why_not_covered(tensors: Mapping[str, TensorStorageMetadata]) -> str:
     return next(iter(_validate_global_plan(plans, Metadata(dict(tensors)))), "")
 
 
-def _tensors(model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> dict[str, Any]:
-    prefixed = {MODEL + name: tensor for name, tensor in model.items()}
-    return prefixed | {OPTIMIZER + name: tensor for name, tensor in optimizer.items()}
+def _tensors(
+    model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], reference: Mapping[str, Tensor] | None
+) -> dict[str, Any]:
+    parts = {MODEL: model, OPTIMIZER: optimizer, REFERENCE: reference or {}}
+    return {prefix + name: tensor for prefix, tensors in parts.items() for name, tensor in tensors.items()}
 
 
 def _check_fits(

@@ -7,9 +7,10 @@ optimizer step, and what is saved and published.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -27,6 +28,7 @@ from async_rl.learner.checkpoints.stored_tensors import HostCopy, TrainingState,
 from async_rl.learner.data.packing import MicroBatch, pack
 from async_rl.learner.engine.compilation import check_compiled, compile_layers
 from async_rl.learner.engine.flops import StepFlops, device_peak
+from async_rl.learner.engine.moving_reference import MovingReference
 from async_rl.learner.engine.passes import Passes
 from async_rl.learner.interface import UpdateCost, UpdateStats
 from async_rl.learner.layouts.mesh import Mesh
@@ -127,6 +129,10 @@ class TrainedModel:
         rates = config.optimizer.model_copy(update={"lr": schedule.lr})  # sft, rm and dpo have lr of their own
         self.optimizer = build_optimizer(self.parameters, rates, hidden_matrices(self.model))
         self._num_updates = 0
+        self._moving: MovingReference | None = None
+        if self.has_reference and config.loss.reference_every:
+            of_reference = None if self.reference is None else partial(self._stored_tensors, self.reference)
+            self._moving = MovingReference(config.loss, self.tensors, of_reference)
         self._files = model_files(config.model.path) if ranks.is_leader else {}
         if ranks.is_leader and head == "value":
             self._files = with_value_config(self._files, self.model.causal_lm)
@@ -221,6 +227,8 @@ class TrainedModel:
         model, context = self.model, nullcontext()
         if by_reference and self.reference is not None:
             model = self.reference
+        elif by_reference and self._moving is not None:
+            context = self._moving.lent()
         elif by_reference:
             context = cast(Adapters, self.adapters).off()
         with context:
@@ -314,6 +322,8 @@ class TrainedModel:
         self._free_gradients()
         self.passes.copy_tied_weight()
         self._num_updates += 1
+        if self._moving is not None:
+            self._moving.follow(self._num_updates)
         return StepOutcome("", grad_norm, lr)
 
     def _free_gradients(self) -> None:
@@ -335,9 +345,17 @@ class TrainedModel:
         """Return this rank's shards of the parameters and buffers that a checkpoint holds, by name, in a fixed
         order.
         """
-        state = self.model.causal_lm.state_dict()
+        return self._stored_tensors(self.model)
+
+    def _stored_tensors(self, model: PolicyModel) -> dict[str, Tensor]:
+        state = model.causal_lm.state_dict()
         names = self._names if self.adapters is None else self.adapters.names
         return {name: state[name].detach() for name in names}
+
+    @property
+    def _reference_tensors(self) -> Mapping[str, Tensor]:
+        """The tensors of a reference that moves, which a checkpoint holds. Empty if it does not."""
+        return {} if self._moving is None else self._moving.tensors
 
     def gather(self) -> Iterator[tuple[str, Tensor]]:
         stage, pipeline = self.passes.stage, self.passes.pipeline
@@ -362,10 +380,12 @@ class TrainedModel:
             yield name, wire.full_tensor() if isinstance(wire, DTensor) else wire
 
     def training_state(self) -> TrainingState:
-        tensors = self.tensors()
+        tensors, reference = self.tensors(), self._reference_tensors
         if self.passes.stage is not None:
-            tensors = self.passes.stage.owned(tensors)
-        return TrainingState.of(tensors, self.optimizer.tensors(), num_updates=self._num_updates, ranks=self._ranks)
+            tensors, reference = (self.passes.stage.owned(each) for each in (tensors, reference))
+        return TrainingState.of(
+            tensors, self.optimizer.tensors(), reference, num_updates=self._num_updates, ranks=self._ranks
+        )
 
     def copied_state(self) -> TrainingState:
         """Return a copy of ``training_state`` that the next optimizer step does not change, valid until the next
@@ -376,7 +396,9 @@ class TrainedModel:
     def load(self, directory: Path) -> None:
         if self.adapters is not None:
             self.adapters.check(directory)
-        self._num_updates = load_training_state(directory, self.tensors(), self.optimizer.tensors(), ranks=self._ranks)
+        self._num_updates = load_training_state(
+            directory, self.tensors(), self.optimizer.tensors(), self._reference_tensors, ranks=self._ranks
+        )
         self.optimizer.resume(self._num_updates)
 
     def write_files(self, directory: Path) -> None:

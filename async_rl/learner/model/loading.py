@@ -200,10 +200,11 @@ def _wrapped(causal_lm: PreTrainedModel, config: ModelConfig, packing: Packing, 
 def load_reference(
     config: Config, dtype: torch.dtype, packing: Packing, *, is_sharded: bool
 ) -> tuple[PolicyModel, Weights | None]:
-    """Load the frozen reference model of the KL: ``loss.kl_reference``, or if unset the model that the run began with.
+    """Load the reference model of the KL: ``loss.kl_reference``, or if unset the model that the run began with.
 
     It computes the policy's micro-batches, so it uses the policy's ``packing``. Its parameters have the ``dtype`` that
-    it computes in, because they are not updated and need no more precision. The result is that of ``load_policy``.
+    it computes in, and need no more precision, unless they are a running mean (``loss.reference_decay``). The result is
+    that of ``load_policy``.
 
     Raises:
         ModelError: the model can't be used.
@@ -219,7 +220,7 @@ def load_reference(
     model.requires_grad_(False)
     for parameter in model.parameters():
         # Not model.to(dtype): buffers keep their dtype, as in the policy.
-        parameter.data = parameter.data.to(dtype)
+        parameter.data = parameter.data.to(torch.float32 if config.loss.reference_decay else dtype)
     return model, weights
 
 

@@ -76,6 +76,9 @@ NEEDS: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
     "a chosen port": ({"weights": {"port": 5556}, **ENGINE}, (12_000, 28_000 + 3 * 4_000, 8_000)),
     "little room to stage": ({"weights": {"staging_bytes": 7_999}, **ENGINE}, (12_000, 28_000 + 4_000, 8_000)),
     # A critic has weights, gradients and moments, and a checkpoint of its own; half of the parameters in "values".
+    "a reference that moves": (
+        {"loss": {"preset": "grpo", "reference_every": 2}, **ENGINE}, (16_000, 16_000 + 8_000 + 16_000, 8_000)
+    ),
     "a critic": ({"loss": {"preset": "ppo"}, **ENGINE}, (24_000, 2 * 16_000 + 8_000 + 24_000, 8_000)),
     "a smaller critic": (
         {"loss": {"preset": "ppo"}, "critic": {"path": "values"}, **ENGINE}, (18_000, 24_000 + 8_000 + 18_000, 8_000)

@@ -169,10 +169,12 @@ def test_a_fork_goes_on_with_the_critic_of_its_checkpoint_or_is_refused(run: Run
 
 
 def test_a_fork_says_which_models_it_does_not_take_from_its_config(run: Run, tmp_path: Path):
-    config = config_of_fork(run, tmp_path / "fork", model={"path": "elsewhere"})
+    moves = {"kl_coef": 0.1, "kl_estimator": "k3", "reference_every": 2}
+    config = config_of_fork(run, tmp_path / "fork", model={"path": "elsewhere"}, loss=moves)
     point = rewrite_config(run, with_critic(run.config))
-    weights, critic = notes_on_models(point, fork_run(point, config), config)
+    weights, reference, critic = notes_on_models(point, fork_run(point, config), config)
     assert weights.startswith(f"the trained weights are those of {point.checkpoint}; model.path gives")
+    assert reference == "the reference is the model of model.path again, not one that has moved"
     assert critic == f"the critic of {point.checkpoint} is left out"
 
 

@@ -37,10 +37,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 """Families that a plan of transformers divides, besides those of ``layouts.py``."""
+MOVES = {"preset": "grpo", "reference_every": 2}
 VARIANTS: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "gemma3": ("gemma3", True, {}),
     "recomputed in part": ("qwen3_moe", True, {"model": {"gradient_checkpointing": "selective"}}),
     "a reference of its own, entropy": ("qwen2", False, {"loss": {"preset": "grpo", "entropy_coef": 0.1}}),
+    "a reference that moves": ("qwen2", False, {"loss": MOVES | {"reference_decay": 0.4}}),
+    "adapters, a reference that moves": ("qwen3", True, {"loss": MOVES}),
     "replayed routes": (
         "qwen3_moe", False, {"model": {"routing_replay": True}, "generator": {"backend": "transformers"}},
     ),

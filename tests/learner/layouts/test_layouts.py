@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from async_rl.config.parallel import Layout, ParallelConfig
 from async_rl.errors import ConfigError
-from async_rl.learner.checkpoints.stored_tensors import MODEL, OPTIMIZER, load_tensors
+from async_rl.learner.checkpoints.stored_tensors import MODEL, OPTIMIZER, REFERENCE, load_tensors
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.ranks import init_ranks
 from tests.learner.engine.shared_cases import compare_with_one_process
@@ -150,19 +151,21 @@ def test_ranks_that_cannot_be_divided_are_refused_with_the_arithmetic(
         Layout.of(ParallelConfig(**keys), num_ranks)
 
 
-TENSOR = ["gemma3", "recomputed in part", "a reference of its own, entropy", "replayed routes", "sampling masks"]
+MOVES = ["adapters, a reference that moves", "a reference that moves"]
+TENSOR = [*MOVES, "gemma3", "recomputed in part", "a reference of its own, entropy", "replayed routes",
+          "sampling masks"]  # fmt: skip
 MORE = ["gemma", "gemma2", "mistral", "qwen2_moe", "recomputed", "kept for a step", "compiled", "published adapters",
         "one sequence for two ranks", "adapters beside a reference"]  # fmt: skip
 EXPERTS = ["replayed routes", "recomputed in part", "one sequence for two ranks"]
 PIPELINE = ["recomputed, kept for a step", "padded, kept for a micro-batch", "published adapters",
-            "adapters on 8-bit weights", "skipped"]  # fmt: skip
+            "adapters on 8-bit weights", *MOVES, "skipped"]  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("parallel", "names"),
     [
-        pytest.param({}, ["4 bits"], id="shards"),
+        pytest.param({}, ["4 bits", *MOVES], id="shards"),
         pytest.param({"tensor": 2}, TENSOR, id="tensor"),
         pytest.param({"tensor": 2}, MORE, id="tensor, more", marks=pytest.mark.long),
         pytest.param({"experts": 2}, EXPERTS, id="experts"),
@@ -179,5 +182,12 @@ def test_settings_and_families_compute_the_same_on_two_ranks_as_alone(
     )
     if not parallel.keys() <= {"experts"}:  # the work of ranks that share a micro-batch is counted once
         assert found["flops"] == alone["flops"]
+    for name in set(MOVES).intersection(names):
+        policy, reference = (load_tensors(tmp_path / "two" / name / "checkpoint", of) for of in (MODEL, REFERENCE))
+        if not name.startswith("adapters"):
+            began = load_file(tmp_path / "qwen2" / "model.safetensors")
+            policy = {n: began[n].mul(0.4).add(tensor, alpha=0.6) for n, tensor in policy.items()}
+        assert reference.keys() == policy.keys()
+        assert all(torch.equal(reference[n], tensor) for n, tensor in policy.items())
     if "skipped" in names:
         assert all(loss != 0.0 for loss in alone["loss"])
