@@ -63,6 +63,7 @@ def test_no_program_plays_the_session_of_another_unless_the_sandbox_is_off(
 ):
     if level == "keys":  # as where mounts are forbidden
         monkeypatch.setattr(isolation, "reach", lambda: (level, ""))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # where others have no folders
     ready, done = tmp_path / "ready", tmp_path / "done"
     os.mkfifo(ready)
     os.mkfifo(done)
@@ -86,7 +87,7 @@ from urllib.parse import urlsplit
 url, body = urlsplit(os.environ["OPENAI_BASE_URL"]), json.dumps({"token_ids": [1], "sampling_params": {}})
 path = url.path.replace("/v1", "/inference/v1/generate")
 with socket.create_connection((url.hostname, url.port)) as call:
-    call.sendall(f"POST {path} HTTP/1.1\\r\\nHost: x\\r\\nContent-Length: {len(body)}\\r\\n\\r\\n{body}".encode())
+    call.sendall(f"POST {path} HTTP/1.1\\r\\nHost: localhost\\r\\nContent-Length: {len(body)}\\r\\n\\r\\n{body}".encode())
     open(sys.argv[1]).close()
 ask([2])
 """

@@ -101,7 +101,7 @@ def test_one_process_plays_all_rollouts_and_says_their_rewards_and_metrics(tmp_p
     with tasksets(tmp_path) as run:
         played = [run.play(run.lease(word)) for word in ("one", "two")]
         assert run.played.rollouts.counters()["agent/continued"] == 2
-        assert run.played.pool.counts["started"] == 1
+        assert run.played.pool.counts["started"] == 2  # each waits for the one that plays
         assert (len(run.notes), len(set(run.notes))) == (2, 1)
     for rollout in map(rollout_of, played):
         assert (rollout.reward, rollout.accuracy) == (0.25, 0.25)
