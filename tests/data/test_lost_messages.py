@@ -199,6 +199,6 @@ def test_every_renderer_refuses_a_lost_message(directory: Path):
         with pytest.raises(DataError, match=rf"row: .*{match}"):
             encoder.encode_turns(0, [], turns, "row")
     renderer = ChatRenderer(tokenizer, {})
-    wanted = read_chat(json.dumps({"messages": chat}).encode(), Manners("tiny"), print)
+    wanted = read_chat({"messages": list(chat)}, Manners("tiny"), print)
     with pytest.raises(RefusedError, match=r"does not render \{'role': 'function'"):
         prompt_of(Conversations(renderer), wanted, renderer, print)

@@ -157,7 +157,7 @@ def weights_ports(directory: Path, *, has_keys: bool) -> Iterator[tuple[Port, Po
             Port("zmtp", ("127.0.0.1", control_port), processes, serve, known),
             Port("weights", ("127.0.0.1", stream.port), processes, serve),
         )
-        assert plane.publisher.stats().server_starts == 1
+        assert stream_server(plane).pid == stream.pid
 
 
 def run_verifier(pipe: Connection) -> None:

@@ -457,10 +457,11 @@ class AgentRollouts:
     def _finish(self, session: OpenSession, outcome: Outcome) -> None:
         tokens, lease = session.tokens, session.lease
         if not tokens.num_sampled:
-            num_untrained = tokens.kinds["untrained"]
-            what = f"; {num_untrained} were, and are not trained on (their models' names or settings)"
+            what = "a cache of its own, as DSPy's by default, may have answered"
+            if num_untrained := tokens.kinds["untrained"]:
+                what = f"{num_untrained} were, and are not trained on (their models' names or settings)"
             text = "the agent ended without an answer: it made no call that was answered"
-            self._fail(session, text + what * bool(num_untrained))
+            self._fail(session, f"{text}; {what}")
             return
         last = tokens.last
         reason: FinishReason = "length" if session.is_cut else last.finish_reason

@@ -73,6 +73,16 @@ def test_the_ids_that_were_sampled_are_the_ids_that_are_trained(tmp_path: Path):
     assert [(turn.num_tokens, turn.reward, turn.score) for turn in one.turns] == [(5, 0.0, 0.0), (5, 0.5, 1.0)]
 
 
+def test_an_agent_reaches_its_endpoint_where_the_environment_has_a_proxy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # nobody is there
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "example.org")
+    with world(tmp_path, TWO_CALLS) as played:
+        assert rollout_of(played.play()[0]).reward == 0.5
+
+
 def test_an_agent_that_raises_fails_its_rollout_with_its_line(tmp_path: Path):
     with world(tmp_path, "\nasync def run(task):\n    raise KeyError('tool')\n") as played:
         (graded,) = played.play()
@@ -85,7 +95,7 @@ def test_an_agent_that_raises_fails_its_rollout_with_its_line(tmp_path: Path):
 @pytest.mark.parametrize(
     ("ends", "said"),
     [
-        ("return 1.0", "made no call that was answered"),
+        ("return 1.0", "made no call that was answered; a cache of its own"),
         ("return 'much'", "a dict with reward, score and metrics, or None, got reward = 'much'"),
         ("return {'rewards': 1}", "got rewards = 1"),
         ("return {'reward': 1, 'metrics': {'turns': float('inf')}}", "got metrics.turns = inf"),

@@ -197,7 +197,7 @@ def test_a_hundred_megabytes_are_refused_before_they_are_read(front: Front):
 def test_the_long_texts_of_a_session_keep_no_other_one_waiting(monkeypatch: pytest.MonkeyPatch):
     tokenised, received = threading.Event(), Counter[str]()
 
-    def receive(body: bytes, manners: Manners, note: Any) -> ChatRequest:
+    def receive(body: dict[str, Any], manners: Manners, note: Any) -> ChatRequest:
         found = read_chat(body, manners, note)
         received[found.messages[0]["content"]] += 1
         return found

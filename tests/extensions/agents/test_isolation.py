@@ -87,7 +87,8 @@ from urllib.parse import urlsplit
 url, body = urlsplit(os.environ["OPENAI_BASE_URL"]), json.dumps({"token_ids": [1], "sampling_params": {}})
 path = url.path.replace("/v1", "/inference/v1/generate")
 with socket.create_connection((url.hostname, url.port)) as call:
-    call.sendall(f"POST {path} HTTP/1.1\\r\\nHost: localhost\\r\\nContent-Length: {len(body)}\\r\\n\\r\\n{body}".encode())
+    head = f"POST {path} HTTP/1.1\\r\\nHost: localhost\\r\\nContent-Length: {len(body)}\\r\\n\\r\\n"
+    call.sendall(f"{head}{body}".encode())
     open(sys.argv[1]).close()
 ask([2])
 """

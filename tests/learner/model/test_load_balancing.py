@@ -27,7 +27,8 @@ def trl_loss(model: Any, micro_batch: Sequence[TrainSequence]) -> torch.Tensor:
 
     ids = [torch.from_numpy(s.token_ids[None, :-1]).long() for s in micro_batch]
     by_layer = zip(*(model(input_ids=i, output_router_logits=True).router_logits for i in ids), strict=True)
-    loss = load_balancing_loss_func(tuple(torch.cat(layer) for layer in by_layer), 8, 2)
+    logits: Any = tuple(torch.cat(layer) for layer in by_layer)
+    loss = load_balancing_loss_func(logits, 8, 2)
     assert isinstance(loss, torch.Tensor)
     return loss
 

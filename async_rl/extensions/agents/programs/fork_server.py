@@ -112,5 +112,12 @@ async def play_agent(code: Any, task: Task) -> dict[str, Any]:
     return {**numbers, "metrics": {str(name): float(value) for name, value in metrics.items() if value is not None}}
 
 
+def reach_loopback_directly() -> None:
+    """Let this process, and those that it starts, ask no proxy of the environment for addresses of this machine."""
+    for name in ("NO_PROXY", "no_proxy"):
+        os.environ[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1", "localhost"]))
+
+
 if __name__ == "__main__":
+    reach_loopback_directly()
     main(serve_agents)
