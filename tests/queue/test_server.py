@@ -12,22 +12,18 @@ import threading
 import time
 from contextlib import closing
 
-import numpy as np
 import pytest
-import zmq
 
 from async_rl.config.queue import QueueConfig
 from async_rl.errors import AddressError, QueueError
 from async_rl.net.keys import ClientKeys, make_keys
-from async_rl.net.wire import Message, decode, encode
+from async_rl.net.wire import decode, encode
 from async_rl.process.stop import StopRequest
 from async_rl.queue import messages
 from async_rl.queue.messages import (
-    Announcement,
     Batch,
     Cancelled,
     Failure,
-    Finished,
     GeneratorStats,
     LeasesGranted,
     NotReady,
@@ -41,7 +37,7 @@ from async_rl.records import Sampling
 from async_rl.run.queue_files import read_record
 from tests.end_to_end.harness import wait_until
 from tests.queue.builders import LINEAGE, ack, all_trained, announce, group, leases, make_config, make_state, put, take
-from tests.queue.conftest import ROOT, attach, dealer
+from tests.queue.conftest import ROOT, attach
 
 
 def events_until(queue, kind, count: int = 1) -> list:
@@ -67,38 +63,6 @@ def return_all(queue, leases: list, version: int = 0) -> list[str]:
         queue.return_group(group(lease, version, accuracies=accuracies, generator=queue.generator_id))
     heard = events_until(queue, Returned, len(leases))
     return [event.verdict for event in heard if isinstance(event, Returned)]
-
-
-def test_a_whole_run_from_hello_to_finish(servers, tmp_path):
-    config = make_config(str(tmp_path / "run"))
-    server = servers.start(config)
-    learner, generator = servers.learner(server.address), servers.generator(server.address)
-    attach(learner)
-    welcome = generator.hello(10.0, "fake", "host-1")
-    assert (welcome.run_id, welcome.config_toml) == ("run", "[run]")
-    assert welcome.files == {"a.txt": b"hello", "b.json": b"{}"}
-    for step in range(3):
-        answer = learner.take("line-a", step, step, 0.0)
-        assert isinstance(answer, NotReady)
-        assert "groups (0 of 2 are queued, 0 in flight)" in answer.reason
-        assert return_all(generator, get_leases(generator, step), step) == ["queued", "queued"]
-        batch = learner.take("line-a", step, step, 5.0)
-        assert isinstance(batch, Batch)
-        assert [taken.prompt.position for taken in batch.groups] == [2 * step, 2 * step + 1]
-        np.testing.assert_array_equal(batch.groups[0].group.rollouts[0].sequences[0].token_ids, np.arange(5))
-        acked = learner.ack(StepAck("line-a", step, step + 1, all_trained(), snapshot=step == 1))
-        assert (acked.snapshot is None) == (step != 1)
-        learner.announce(Announcement("line-a", step + 1, f"digest-{step + 1}", "tcp://127.0.0.1:1"))
-    assert learner.snapshot("line-a")
-    learner.finish("line-a")
-    events_until(generator, Finished)
-    assert generator.finished
-    generator.close()
-    assert server.process.communicate(timeout=20)[0] == "ended: the run is finished\n"
-    ledger = json.loads((tmp_path / "run" / "ledger.json").read_text())
-    assert (ledger["run_id"], ledger["step"], ledger["groups"]["trained"]) == ("run", 3, 6)
-    assert ledger["tokens"]["trained"] == 36
-    assert "broken" not in ledger
 
 
 def test_a_generator_that_leaves_hands_its_leases_back_before_it_is_closed(servers, tmp_path):
@@ -165,40 +129,6 @@ def test_an_evaluation_is_sampled_as_its_set_says_and_its_results_reach_the_lear
     assert (result.dataset, result.step) == ("test", 0)
     assert [(prompt.row, len(answer.rollouts)) for prompt, answer in result.groups] == [(0, 3), (1, 0)]
     assert learner.eval_results("line-a", [("test", 0)]) == []
-
-
-def test_malformed_messages_are_counted_and_answered(servers, tmp_path):
-    server = servers.start(make_config(str(tmp_path / "run")))
-    learner = servers.learner(server.address)
-    attach(learner)
-    good = encode("take", {"request_id": "x", "lineage": "line-a", "step": 0, "version": 0, "wait_s": 0.0})
-    bad = [
-        b"",
-        good[:40],
-        encode("no_such", {}),
-        encode("take", {"request_id": "x", "lineage": 3}),
-        encode("return", {"generator_id": "g", "lease_ids": ["x"]}, num_parts=1),
-    ]
-
-    def answer(peer: zmq.Socket[bytes]) -> Message:
-        while True:
-            assert peer.poll(10_000)
-            if (reply := decode(peer.recv())).type != "notice":
-                return reply
-
-    with dealer(server.address, None) as peer:
-        for frame in bad:
-            peer.send(frame)
-            reply = answer(peer)
-            assert (reply.type, reply.fields["kind"]) == ("error", "wire")
-        peer.send_multipart([good, good])  # parts that its header does not count
-        assert answer(peer).fields["kind"] == "wire"
-        # A return whose payload is no group is a refused return, not a broken message.
-        fields = {"generator_id": "g", "lease_ids": ["x"], "request_id": "y"}
-        peer.send_multipart([encode("return", fields, num_parts=1), bytes(8)])
-        assert answer(peer).fields["verdicts"] == {"x": "refused"}
-    assert learner.status()["malformed"] == len(bad) + 1
-    assert learner.ping() == "run"
 
 
 def test_a_busy_port_is_named(servers, tmp_path):
