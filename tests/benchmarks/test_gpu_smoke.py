@@ -14,10 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from async_rl.learner.engine.passes import Passes
-from async_rl.learner.model import attention
 from async_rl.run.records.token_columns import TokenTable, write_token_columns
-from async_rl.weights import staging
 from benchmarks import baselines
 from benchmarks.gpu_smoke import __main__ as program
 from benchmarks.gpu_smoke.case import Case, Figure, Machine, NotRunError, Result
@@ -146,53 +143,6 @@ SHORT = ("attention", "head-gradient", "engine-lora", "engine-sampling-masks", "
 def test_a_case_of_one_process_passes_on_a_cpu(tmp_path: Path, name: str):
     result = result_of(name, tmp_path)
     assert result["outcome"] == "passed", result["detail"]
-
-
-def wrong_scale(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = attention.scaled_dot_product_attention
-
-    def wrong(*tensors: Any, scale: float, **how: Any) -> torch.Tensor:
-        return right(*tensors, scale=1.01 * scale, **how)
-
-    monkeypatch.setattr(attention, "scaled_dot_product_attention", wrong)
-
-
-def late_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "_fill", lambda *call: None)
-
-
-def skipped_digest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "_digest", lambda *of: "0" * 32)
-
-
-def forgotten_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Passes.begin_backward
-
-    def forgetting(passes: Passes, index: int, num_micro_batches: int) -> None:
-        for parameter in passes._policy.parameters():
-            parameter.grad = None
-        right(passes, index, num_micro_batches)
-
-    monkeypatch.setattr(Passes, "begin_backward", forgetting)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize(
-    ("break_it", "name", "detail"),
-    [
-        (wrong_scale, "attention", "expected errors below"),
-        (skipped_digest, "staging", "expected the digests of its bytes"),
-        (late_copy, "staging", "version 0: layer.0 was changed later"),
-        (forgotten_micro_batches, "engine-small-micro-batches", "expected an error of the gradient below"),
-    ],
-)
-def test_a_broken_build_fails_a_case(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, break_it: Any, name: str, detail: str
-):
-    break_it(monkeypatch)
-    result = result_of(name, tmp_path)
-    assert (result["outcome"], detail in result["detail"]) == ("FAILED", True), result["detail"]
 
 
 @pytest.mark.gpu
