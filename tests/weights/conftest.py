@@ -33,9 +33,9 @@ class ReceiverProcess:
     def follow(self, announcement: Announcement) -> None:
         self.send(follow={name: value for name, value in asdict(announcement).items() if name != "probe"})
 
-    def take_fault(self, fault: str, on: str = "collective") -> None:
-        """Let a fault happen in the next transfer, as ``receiver_program`` says."""
-        self.send(fault=fault, on=on)
+    def take_fault(self, fault: str) -> None:
+        """Let a fault happen in the next collective, as ``receiver_program`` says."""
+        self.send(fault=fault)
         self.version(receiver_program.READY)
 
     def version(self, version: int, timeout_s: float = 60.0) -> dict[str, Any]:

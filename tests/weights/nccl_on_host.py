@@ -14,15 +14,11 @@ import subprocess
 import types
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-from async_rl.weights.collective.library import HOST, Endpoint
-from async_rl.weights.collective.nccl import NcclLibrary
 
 DIRECTORY = "FAKE_NCCL_DIR"
 """An environment variable: the directory of the compiled library and of the files through which bytes travel."""
@@ -73,12 +69,3 @@ def load_fake(set_attribute: Callable[[Any, str, Any], None]) -> ctypes.CDLL:
     on_host = types.SimpleNamespace(device_id=None)
     set_attribute(core.Communicator, "device", property(lambda _: on_host))
     return fake
-
-
-class NcclOnHost(NcclLibrary):
-    """In the place of every library (``library.SUBSTITUTE``), in a process that has nothing else to do with CUDA."""
-
-    def __init__(self, endpoint: Endpoint) -> None:
-        load_fake(setattr)
-        super().__init__(replace(endpoint, device="cuda:0"))
-        self.device = HOST

@@ -1,8 +1,8 @@
 """A receiver in a process of its own: takes commands from a connection and reports on it.
 
-Commands: ``{"follow": {...announcement}}``; ``{"fault": "corrupt" | "kill" | "freeze", "on": "collective" |
-"stream" | "serve"}`` (happens once, at the second bucket that it receives in the next such transfer, or that it is
-about to serve to another generator). It reports one dict for each version that arrived, and ``READY`` for a fault.
+Commands: ``{"follow": {...announcement}}``; ``{"fault": "corrupt" | "kill" | "freeze"}`` (happens once, at the second
+bucket that it receives in the next collective). It reports one dict for each version that arrived, and ``READY`` for a
+fault.
 """
 
 from __future__ import annotations
@@ -20,17 +20,14 @@ from async_rl.weights.manifest import digest_bytes
 READY = -1
 """Reported as the version once a fault will happen."""
 fault = ""
-fault_on = ""
 num_buckets = 0
 
 
 def inject_faults() -> None:
-    """Let the fault happen after this process received its second bucket of a transfer, or before it serves that."""
+    """Let the fault happen after this process received its second bucket of a collective."""
     from async_rl.weights.collective.library import Communicator
-    from async_rl.weights.tcp.peer_server import PeerServer
-    from async_rl.weights.tcp.receiver import _Answer
 
-    broadcast, read, send = Communicator.broadcast, _Answer.read, PeerServer._send
+    broadcast = Communicator.broadcast
 
     def faulty_broadcast(self, buckets, *, chunk_bytes, deadline, on_chunk=None):
         begun = set()
@@ -38,29 +35,17 @@ def inject_faults() -> None:
         def faulty_on_chunk(index, chunk):
             if index not in begun:  # before its bytes are digested
                 begun.add(index)
-                passes("collective", buckets[index])
+                passes(buckets[index])
             assert on_chunk is not None, "a receiver without digests"
             return on_chunk(index, chunk)
 
         broadcast(self, buckets, chunk_bytes=chunk_bytes, deadline=deadline, on_chunk=faulty_on_chunk)
 
-    def faulty_read(self, into, hasher, on_piece=None):
-        read(self, into, hasher, on_piece)
-        passes("stream", into)
-
-    def faulty_send(self, connection, arrival, cipher):
-        passes("serve", arrival.memory)
-        return send(self, connection, arrival, cipher)
-
-    PeerServer._send = faulty_send
     Communicator.broadcast = faulty_broadcast
-    _Answer.read = faulty_read
 
 
-def passes(by: str, bucket) -> None:
+def passes(bucket) -> None:
     global fault, num_buckets
-    if by != fault_on:
-        return
     num_buckets += 1
     if fault and num_buckets == 2:
         now, fault = fault, ""
@@ -73,7 +58,7 @@ def passes(by: str, bucket) -> None:
 
 def run(name: str, connection: Connection) -> None:
     """Body of the process, until the test kills it."""
-    global fault, fault_on, num_buckets
+    global fault, num_buckets
     receiver = Receiver(name, insecure=False, has_peers=True)
     inject_faults()
     while True:
@@ -83,7 +68,7 @@ def run(name: str, connection: Connection) -> None:
             if "follow" in command:
                 receiver.follow(Announcement(**command["follow"]))
             else:
-                fault, fault_on, num_buckets = command["fault"], command.get("on", "collective"), 0
+                fault, num_buckets = command["fault"], 0
                 connection.send({"version": READY})
         if receiver in readable and (staged := receiver.poll()) is not None:
             receiver.activated(staged)

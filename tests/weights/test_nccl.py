@@ -2,18 +2,13 @@
 
 import ctypes
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
-from async_rl.queue.messages import Announcement
-from async_rl.weights.collective.libraries import SUBSTITUTE
 from async_rl.weights.collective.library import HOST, Endpoint
 from async_rl.weights.collective.nccl import NcclLibrary
-from async_rl.weights.staging import Staging
-from tests.weights.conftest import ReceiverProcess, a_publisher
 from tests.weights.nccl_on_host import DIRECTORY, compile_fake, load_fake, skip_if_impossible
 from tests.weights.test_collective import NUM_CHUNKS, broadcast, check_broadcasts, two_ranks
 
@@ -72,24 +67,3 @@ def test_an_asynchronous_error_of_one_rank_ends_the_broadcast_of_both(
     if not (rank == 1 and failing == NUM_CHUNKS):
         assert "remote error" in errors[1 - rank]
     assert time.monotonic() - started < 5
-
-
-@pytest.mark.slow
-def test_a_learner_broadcasts_versions_to_two_generators_by_nccl4py(
-    directory: Path, start_receiver: Callable[[str], ReceiverProcess], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv(DIRECTORY, str(directory))
-    monkeypatch.setenv("ASYNC_RL_FAULTS", str(directory))
-    monkeypatch.setenv(SUBSTITUTE, "tests.weights.nccl_on_host:NcclOnHost")
-    receivers = [start_receiver(name) for name in ("first", "second")]
-    staging = Staging(None, 1 << 16, deadline_s=30)
-    with a_publisher(30.0) as publisher:
-        for version in range(4):
-            staged = staging.stage("nccl", version, iter([("weight", torch.full((50_000,), float(version)))]))
-            publisher.publish(staged)
-            for receiver in receivers:
-                receiver.follow(Announcement("nccl", version, staged.manifest.digest, publisher.address))
-            assert publisher.wait(version, 30, num_members=2)
-        stats = publisher.stats()
-    # The first version is pulled, because nobody was a member yet. The digests of all were verified.
-    assert (stats.attempts, stats.failures, stats.corrupt) == (3, 0, 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 
 import pytest
@@ -10,8 +10,6 @@ import torch
 
 from async_rl.net.keys import ClientKeys
 from async_rl.weights.channel.receiver import Receiver
-from async_rl.weights.tcp import peer_pull
-from tests.weights.conftest import ReceiverProcess
 from tests.weights.test_tcp import DEADLINE_S, Plane, a_plane, arrived, assert_same, model, with_keys
 
 
@@ -63,31 +61,6 @@ def test_a_peer_that_sends_one_wrong_bit_is_named_and_the_bytes_come_from_the_le
             third.follow(plane.announcement(plane.publish(2, model(2))))
             assert_same(arrived(third, 2), model(2))
             assert plane.publisher.wait(2, DEADLINE_S)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("fault", ["kill", "freeze"])
-def test_a_peer_that_dies_or_freezes_in_a_transfer_costs_a_short_deadline(
-    start_receiver: Callable[[str], ReceiverProcess], monkeypatch: pytest.MonkeyPatch, fault: str
-):
-    monkeypatch.setattr(peer_pull, "SILENT_S", 1.0)
-    with a_plane(has_peers=True) as plane, closing(Receiver("child", insecure=False, has_peers=True)) as child:
-        parent = start_receiver("parent")
-        staged = plane.publish(0, model(0))
-        parent.follow(plane.announcement(staged))
-        parent.version(0)
-        child.follow(plane.announcement(staged))
-        arrived(child, 0)
-        assert plane.publisher.wait(0, DEADLINE_S, num_members=2)
-        before = plane.publisher.stats()
-        assert before.peer_bytes == before.pulled_bytes / 2  # all that the child pulled
-        parent.take_fault(fault, on="serve")  # before the second bucket
-        plane.publish(1, model(1))
-        assert_same(arrived(child, 1), model(1))
-        stats = plane.publisher.stats()
-    assert stats.peer_bytes - before.peer_bytes < before.peer_bytes
-    assert stats.peer_faults == 1
-    assert stats.failures == 0, "the child reported no failure: the learner's server was its fallback"
 
 
 def test_deltas_that_are_too_large_for_all_generators_give_way_to_peers():

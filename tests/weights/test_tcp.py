@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ from async_rl.weights.tcp import request_server
 from async_rl.weights.tcp.protocol import HEADER_BYTES, make_request, read_header, read_items
 from async_rl.weights.tcp.sender import StreamSender, StreamServerProcess
 from async_rl.weights.tcp.server import StreamServer
-from tests.weights.conftest import ReceiverProcess
 
 DEADLINE_S = 20.0
 BUCKET_BYTES = 1 << 16
@@ -338,31 +337,3 @@ def test_a_low_limit_on_open_files_leaves_a_quarter_for_connections_and_is_named
     assert line == (
         "closed a connection for weights: all 16 are in use; raise the limit on open files (ulimit -n), which is 64"
     )
-
-
-@pytest.mark.slow
-def test_a_killed_and_a_frozen_puller_delay_neither_publishing_nor_the_others(
-    shared_receivers: list[ReceiverProcess], start_receiver: Callable[[str], ReceiverProcess]
-):
-    killed, frozen = start_receiver("pull-killed"), start_receiver("pull-frozen")
-    weights = {name: torch.randn(500_000) for name in "abcd"}
-    with a_plane() as plane:
-        plane.lineage = "pulls"
-        first = plane.publish(0, weights)
-        for receiver, fault in ((killed, "kill"), (frozen, "freeze")):
-            receiver.take_fault(fault, on="stream")
-            receiver.follow(plane.announcement(first))
-        steady = shared_receivers[0]
-        steady.follow(plane.announcement(first))
-        assert steady.version(0)["digest"] == first.manifest.digest
-        for version in range(1, 6):
-            start = time.monotonic()
-            staged = plane.publish(version, {name: t + version for name, t in weights.items()})
-            assert staged.wait_s < 1.0
-            assert steady.version(version, DEADLINE_S)["digest"] == staged.manifest.digest
-            assert time.monotonic() - start < DEADLINE_S
-        assert len(plane.staging._slots) <= 3
-        assert killed.process.wait(DEADLINE_S) == -signal.SIGKILL
-        # Only its silence ends the frozen one's pull; then nobody is waited for.
-        assert plane.publisher.wait(5, DEADLINE_S, num_members=1)
-        assert plane.publisher.stats().members == 1
