@@ -13,10 +13,8 @@ from typing import Any
 
 import pytest
 
-from async_rl.data.chat import render_answer, render_prompt
 from async_rl.data.template_forms import joined_text
 from async_rl.errors import AsyncRLError
-from async_rl.extensions.offline.forms import pair_parts
 from async_rl.learner.sequences import TrainSequence
 from tests.data.public_templates import cases, template
 from tests.extensions.offline.test_public_templates import TOOLS, encoder_of, prepared, spelled
@@ -118,28 +116,3 @@ def test_every_word_of_a_conversation_of_sft_is_trained_or_context_or_refused(na
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len([one for one in said if "does not render its tool_calls" in one]) == (name in CALLS)
     assert len([one for one in said if "what follows the last answer is left out" in one]) == 1
-
-
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("name", cases())
-def test_every_word_of_a_prompt_and_of_pairs_is_read_or_refused(name: str, step: int):
-    tokenizer = prepared(name)[0]
-    encoder = encoder_of(name, "dpo")
-    for kinds in chats(step):
-        chat = numbered(kinds)
-        *prompt, answer = chat
-        if answer["role"] != "assistant":
-            prompt, answer = chat, {"role": "assistant", "content": "lastword9x"}
-        row = {"prompt": prompt, "chosen": [answer], "rejected": [{"role": "assistant", "content": "otherword8x"}]}
-        asked, chosen, _ = pair_parts(row, "row")
-        try:
-            assert isinstance(asked, list)
-            ids = encoder.encode(0, asked, chosen, "row").token_ids
-            assert not missing(name, [*prompt, answer], spelled(tokenizer, ids)), kinds
-        except AsyncRLError as error:
-            assert str(error).startswith(("row: ", "data.tools: "))  # noqa: PT017
-        for read in (lambda given: render_prompt(tokenizer, given), lambda given: render_answer(tokenizer, given, "A")):
-            try:
-                assert not missing(name, prompt, spelled(tokenizer, read(prompt))), kinds
-            except AsyncRLError as error:
-                assert "chat template fails on a prompt" in str(error)  # noqa: PT017

@@ -26,7 +26,6 @@ from tests.fault_points import OFFLINE_FAULT_POINTS
 from tests.forked import preload
 from tests.learner.ranks import finish_ranks, kill_at, run_ranks, start_ranks
 from tests.learner.tiny import add_token, random_sequences
-from tests.run.read_loggers import tensorboard_rows
 
 preload("tests.extensions.offline.offline_run")
 
@@ -246,19 +245,3 @@ def test_a_row_with_a_token_beyond_the_embedding_is_refused_before_the_model_is_
 def test_a_row_that_fits_no_micro_batch_is_refused_by_both_keys(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"learner\.max_tokens: .* sft\.max_length"):
         train("sft", offline_config(tmp_path, "sft", learner={"max_tokens": 6}))
-
-
-def test_a_run_that_is_resumed_before_its_last_step_is_one_run_in_tensorboard(tmp_path: Path):
-    config = offline_config(tmp_path, "sft", log={"to": ["tensorboard"]}, sft={"steps": 6, "checkpoint_every": 4})
-
-    def fail() -> None:
-        raise RuntimeError("a failure in the sixth step")
-
-    with in_step(6, fail), pytest.raises(RuntimeError, match="sixth"):
-        train("sft", config)
-    assert sorted(tensorboard_rows(tmp_path / "run" / "sft")) == [0, 1, 2, 3, 4, 5]  # 0 has the config
-    train("sft", config)  # from step 4 on
-    rows, written = tensorboard_rows(tmp_path / "run" / "sft"), metrics(tmp_path, "sft")
-    assert [row["step"] for row in written] == [1, 2, 3, 4, 5, 6]
-    for row in written:
-        assert rows[row["step"]]["loss"] == pytest.approx(row["loss"])

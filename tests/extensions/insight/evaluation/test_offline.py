@@ -11,20 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_rl.config.generator import EnvironmentConfig
 from async_rl.errors import ConfigError, DataError, ModelError, RewardError, RunError
 from async_rl.extensions.insight.evaluation.offline import Evaluated, describe, eval_settings, run_eval
 from async_rl.extensions.insight.evaluation.sampling import OfflineSamples, sample_offline
 from async_rl.generator.backend import Backend, Sampled
-from async_rl.generator.environment_rollouts import EnvironmentRollouts
 from async_rl.generator.rollouts import SingleTurnRollouts, ThreadGrader
 from async_rl.records import Lease, Prompt, Sampling
 from async_rl.rewards.records import RewardInput, RewardOutput
 from async_rl.run.records.eval_records import eval_figures
 from async_rl.run.records.metric_table import EVAL_FIGURES
-from tests.environments.pools import pool_of
 from tests.extensions.insight.evaluation.options import eval_options
-from tests.generator.scripted import CharacterText, ScriptedBackend
+from tests.generator.scripted import ScriptedBackend
 
 ROOT = Path(__file__).resolve().parents[4]
 GUESS = ROOT / "examples" / "environments" / "guess_number.py"
@@ -90,27 +87,6 @@ def test_answers_come_in_the_order_of_the_rows_and_one_that_is_missing_costs_its
     keys = ("accuracy", "pass_at_k", "length_mean", "truncated", "rows", "unanswered")
     assert [figures[key] for key in keys] == pytest.approx([1 / 8, 1 / 4, 2.0, 0.25, 4, 2])
     assert (seen[0][0] < seen[-1][0], seen[-1]) == (True, (4, 4))
-
-
-def test_games_of_several_turns_are_played_with_their_environment():
-    # The number is 3. Rollout 0 guesses 2, then 3: score 1. Rollout 1 guesses 9 in all of its turns: 0.
-    # A row whose number is no number breaks its environment: no answer.
-    def script(index: int, turn: int) -> str:
-        return ["2", "3"][turn] if index == 0 else "9"
-
-    config = EnvironmentConfig(name=str(GUESS), max_turns=3, extra={"largest": 9})
-    sampling = Sampling(1.0, 1.0, 0, max_new_tokens=16, max_prompt_tokens=64, stop=())
-    asked = ({"role": "user", "content": "?"},)
-    rows = [Prompt(i, i, 0, asked, {"extra_info": {"number": number}}) for i, number in enumerate((3, "x"))]
-    leases = [Lease(f"games-{p.row}", "eval", p, 2, sampling, "", 0, 0, 1, p.row) for p in rows]
-    backend = ScriptedBackend(script, max_running=2)
-    with closing(pool_of(config)) as pool:
-        rollouts = EnvironmentRollouts(backend, pool, CharacterText(), config)
-        found = sample_offline(backend, rollouts, leases)
-    scored = [[(r.score, len(r.turns)) for r in group.rollouts] for _, group in found.groups]
-    assert scored == [[(1.0, 2), (0.0, 3)], []]
-    assert found.causes == {"environment_error": 1}
-    assert "TypeError" in found.first_failure
 
 
 def test_printed_figures_line_up_and_say_what_they_mean(dataset: Path, model: Path):
