@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -104,26 +103,7 @@ def test_runs_that_can_not_be_compared_get_no_advice(tmp_path: Path):
     assert f"{tmp_path}/whole/config.toml --from runs/source@5 --set run.dir=NEW" in advise([whole, fork]).sentence
 
 
-FULL = {"idle__generators": 0.4, "staleness__mean": 3.9}
-LOST = {"groups": {"trained": 95, "filtered": 0, "dropped": {"stale": 5}}, "tokens": {"trained": 90, "masked": {}}}
-FINE = "Nothing speaks against queue.max_staleness = 4."
-
-
-@pytest.mark.parametrize(
-    ("figures", "sections", "sentence"),
-    [
-        ({"overlap__efficiency": 0.6}, {}, "Try a queue.max_staleness above 4."),
-        ({"ratio__ess": 0.5}, {}, "Lower queue.max_staleness below 4, or lower optimizer.lr."),
-        ({"idle__learner": 0.5}, {}, "Add generators, or raise generator.batch_size."),
-        ({"overlap__efficiency": 0.97}, {}, FINE),
-        ({}, {"ledger": LOST}, "Raise queue.max_staleness above 4."),
-        # A full queue is a fault where only the bound holds.
-        (FULL, {"queue": {"run_ahead": "bound"}}, 'Set queue.run_ahead = "auto": younger data at the same speed.'),
-        (FULL, {}, FINE),
-        (FULL, {"queue": {"run_ahead": "bound"}, "learner": {"fixed_lag": 4, "nproc": 1}}, FINE),
-    ],
-)
-def test_a_single_run_shows_what_to_change(
-    tmp_path: Path, figures: dict[str, float], sections: dict[str, Any], sentence: str
-):
-    assert advise([summarise(write_run(tmp_path / "run", [step_row(1, **figures)], **sections))]).sentence == sentence
+def test_runs_of_one_bound_get_the_sweep_that_tells(tmp_path: Path):
+    advice = advise([a_run(tmp_path / name, 4, 1.0) for name in ("a", "b")])
+    assert (advice.sentence, advice.bound) == ("No advice on queue.max_staleness: all runs have 4.", None)
+    assert advice.reasons[0].endswith("async-rl sweep CONFIG --over queue.max_staleness=4,8,16.")

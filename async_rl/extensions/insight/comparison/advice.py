@@ -3,8 +3,7 @@
 Pure. The rule: a higher bound pays if its steps are faster, by more than ``PAYS`` and by more than ``CLEARLY`` standard
 errors, and if it reached the accuracy that all runs reached sooner by as much (where the accuracy has clearly risen).
 The lowest bound above which no bound pays is recommended, because it has the freshest data: in doubt, the lower one.
-Bounds whose accuracy at the end is clearly below the best one are left out. For runs of one bound, the figures of the
-runs say what to change.
+Bounds whose accuracy at the end is clearly below the best one are left out.
 """
 
 from __future__ import annotations
@@ -14,14 +13,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from async_rl.extensions.insight.comparison.comparable import differing_keys, why_incomparable
-from async_rl.extensions.insight.comparison.points import CLEARLY, ONE_RUN, Point, has_enough, mean_of_known, points_of
+from async_rl.extensions.insight.comparison.points import CLEARLY, ONE_RUN, Point, has_enough, points_of
 from async_rl.extensions.insight.comparison.summary import RunSummary
-from async_rl.run.figures.progress import MUCH_IDLE
 
 PAYS = 1.05
 """A bound that is less than this factor faster than a lower bound does not pay."""
 _LOW_ESS = 0.9
-_LOW_OVERLAP = 0.9
 MUCH_LOST = 0.02
 """Share of the data from which on its loss is worth a word."""
 
@@ -51,7 +48,7 @@ def advise(summaries: Sequence[RunSummary]) -> Advice:
             (f"The runs also differ in {', '.join(other_keys)}.",),
         )
     if len({summary.bound for summary in summaries}) == 1:
-        return _of_one_bound(summaries)
+        return _of_one_bound(summaries[0].bound)
     if (obstacle := why_incomparable(summaries)) is not None:
         remedy, reason = obstacle
         return Advice(f"No advice on queue.max_staleness: {remedy}", (reason,))
@@ -174,75 +171,12 @@ def _age(chosen: Point) -> Iterable[str]:
         )
 
 
-def _of_one_bound(summaries: Sequence[RunSummary]) -> Advice:
-    bound = summaries[0].bound
-    keys = ("overlap/efficiency", "idle/learner", "idle/generators", "staleness/mean", "ratio/ess")
-    overlap, learner, generators, staleness, ess = (
-        mean_of_known(summary.means[key] for summary in summaries) for key in keys
-    )
-    lost = sum(mean_of_known(getattr(summary, name) for summary in summaries) or 0.0 for name in ("dropped", "masked"))
-    if lost > MUCH_LOST:
-        return Advice(
-            f"Raise queue.max_staleness above {bound}.", (f"{lost:.1%} of the data was lost because it was too old.",)
-        )
-    if ess is not None and ess < _LOW_ESS:
-        return Advice(
-            f"Lower queue.max_staleness below {bound}, or lower optimizer.lr.",
-            (f"The effective sample size is only {ess:.3f}: the data is too old for this learning rate.",),
-        )
-    if waits := _slow_scores(summaries):
-        return waits
-    if overlap is not None and overlap < _LOW_OVERLAP:
-        return Advice(
-            f"Try a queue.max_staleness above {bound}.",
-            (
-                f"Overlap is {overlap:.2f} of 1: learner and generators wait for each other, or share processors.",
-                f"Whether a higher bound pays: async-rl sweep CONFIG --over queue.max_staleness={_higher(bound)}.",
-            ),
-        )
-    config = summaries[0].config
-    fills = config.queue.run_ahead == "bound" and config.learner.fixed_lag is None
-    if fills and (generators or 0.0) > MUCH_IDLE and staleness is not None and staleness > 0.8 * bound:
-        return Advice(
-            'Set queue.run_ahead = "auto": younger data at the same speed.',
-            (
-                f"Generators idle {generators:.0%} of the time, and data is {staleness:.1f} versions old, because it "
-                f"waits in the queue.",
-            ),
-        )
-    if learner is not None and learner > MUCH_IDLE:
-        return Advice(
-            "Add generators, or raise generator.batch_size.", (f"The learner is idle {learner:.0%} of the time.",)
-        )
+def _of_one_bound(bound: int) -> Advice:
+    values = ",".join(str(value) for value in (bound, max(1, 2 * bound), max(4, 4 * bound)))
     return Advice(
-        f"Nothing speaks against queue.max_staleness = {bound}.",
-        ("Compare it with other bounds: only that shows whether another one is faster.",),
+        f"No advice on queue.max_staleness: all runs have {bound}.",
+        (f"Whether a higher bound pays: async-rl sweep CONFIG --over queue.max_staleness={values}.",),
     )
-
-
-def _slow_scores(summaries: Sequence[RunSummary]) -> Advice | None:
-    """Return the advice for runs whose generators wait mostly for rewards or environments; None for others."""
-    grading = mean_of_known(summary.means["idle/grading"] for summary in summaries) or 0.0
-    environment = mean_of_known(summary.means["idle/environment"] for summary in summaries) or 0.0
-    if max(grading, environment) <= MUCH_IDLE:
-        return None
-    if grading >= environment:
-        return Advice(
-            "Make the reward faster: the staleness bound is not what holds this run up.",
-            (
-                f"Generators wait for scores {grading:.0%} of the time. An async reward function scores many answers "
-                f"at once, and several generators grade side by side (docs/rewards.md).",
-            ),
-        )
-    return Advice(
-        "Make the environment or its tools faster, or play more rollouts at once (generator.batch_size).",
-        (f"Generators wait for environments {environment:.0%} of the time.",),
-    )
-
-
-def _higher(bound: int) -> str:
-    """Return the values for a sweep from ``bound`` upwards."""
-    return ",".join(str(value) for value in (bound, max(1, 2 * bound), max(4, 4 * bound)))
 
 
 def _speed(point: Point) -> str:
