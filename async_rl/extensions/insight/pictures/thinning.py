@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from async_rl.run.records.step_log import Row
 
@@ -18,29 +18,36 @@ def thinned(rows: Iterable[Row], keys: Collection[str], *, max_points: int = MAX
 
     If there are more rows of steps, neighbours are merged: a row then has the step of the last one, the mean of each
     figure, and the maximum of figures whose names end in ``/max``. The first step stays a row of its own, and the last
-    row has the last step. If there are more steps with evaluations, some in between are left out.
+    row has the last step. Of steps with evaluations, the last of neighbours stays.
 
     Args:
         rows: in the order of the file. They are read once, and not kept.
         keys: the figures to keep, besides ``step`` and those that begin with ``eval/``.
         max_points: an even number.
     """
-    steps, evaluations = _Steps(max_points), _Evaluations(max_points)
+    steps, evaluations = _Thinned(max_points, _merged), _Thinned(max_points, lambda rows: rows[-1])
+    newest: Row | None = None  # a step may have a row of evaluations for each data set
     for row in rows:
         figures = {key: row[key] for key in keys if row.get(key) is not None}
         if figures:
             steps.add({"step": row["step"]} | figures)
         evaluated = {key: value for key, value in row.items() if key.startswith("eval/")}
-        if evaluated:
-            evaluations.add({"step": row["step"]} | evaluated)
+        if not evaluated:
+            continue
+        if newest is not None and newest["step"] != row["step"]:
+            evaluations.add(newest)
+            newest = None
+        newest = (newest or {"step": row["step"]}) | evaluated
+    if newest is not None:
+        evaluations.add(newest)
     return steps.rows() + evaluations.rows()
 
 
-class _Steps:
-    """Rows of steps, of which each but the first and the last stands for ``_each`` steps."""
+class _Thinned:
+    """Rows of which each but the first and the last stands for ``_each`` rows, which ``merge`` makes one of."""
 
-    def __init__(self, max_points: int) -> None:
-        self._max_points, self._each = max_points, 1
+    def __init__(self, max_points: int, merge: Callable[[Sequence[Row]], Row]) -> None:
+        self._max_points, self._merge, self._each = max_points, merge, 1
         self._first: list[Row] = []
         self._points: list[Row] = []
         self._open: list[Row] = []
@@ -52,39 +59,14 @@ class _Steps:
         self._open.append(row)
         if len(self._open) < self._each:
             return
-        self._points.append(_merged(self._open))
+        self._points.append(self._merge(self._open))
         self._open = []
         if len(self._points) == self._max_points:
-            self._points = [_merged(self._points[at : at + 2]) for at in range(0, self._max_points, 2)]
+            self._points = [self._merge(self._points[at : at + 2]) for at in range(0, self._max_points, 2)]
             self._each *= 2
 
     def rows(self) -> list[Row]:
-        return self._first + self._points + ([_merged(self._open)] if self._open else [])
-
-
-class _Evaluations:
-    """Rows of evaluations: the first, the newest, and every ``_each``-th in between. A step has one row."""
-
-    def __init__(self, max_points: int) -> None:
-        self._max_points, self._each, self._num_steps = max_points, 1, 0
-        self._kept: list[Row] = []
-        self._newest: Row | None = None
-
-    def add(self, row: Row) -> None:
-        if self._newest is not None and self._newest["step"] == row["step"]:  # of another data set
-            self._newest |= row
-            return
-        if self._newest is not None:
-            if self._num_steps % self._each == 0:
-                self._kept.append(self._newest)
-            self._num_steps += 1
-        self._newest = row
-        if len(self._kept) == self._max_points:
-            self._kept = self._kept[::2]
-            self._each *= 2
-
-    def rows(self) -> list[Row]:
-        return self._kept + ([] if self._newest is None else [self._newest])
+        return self._first + self._points + ([self._merge(self._open)] if self._open else [])
 
 
 def _merged(rows: Sequence[Row]) -> Row:

@@ -27,7 +27,7 @@ def test_neighbours_are_merged_to_means_and_maxima_and_the_first_stays_alone():
 def test_evaluations_keep_the_first_and_the_newest_and_their_figures():
     rows = [{"step": step, f"eval/{name}/accuracy": step / 10} for step in range(7) for name in ("x", "y")]
     found = thinned(rows, (), max_points=4)
-    # The steps 0 to 3 fill four rows, of which 0 and 2 stay; then every second one, and the newest.
+    # The steps 1 to 4 fill four points, of which 2 and 4 stay; then every second one, and the newest.
     assert found == [{"step": s, "eval/x/accuracy": s / 10, "eval/y/accuracy": s / 10} for s in (0, 2, 4, 6)]
 
 
