@@ -42,48 +42,12 @@ Temperature = Annotated[
     float | None,
     typer.Option("--temperature", metavar="T", min=0.0, help="Sampling temperature; 0 is greedy decoding."),
 ]
-TopP = Annotated[
-    float | None,
-    typer.Option("--top-p", metavar="P", help="Nucleus sampling, in place of eval.top_p; 1 switches it off."),
-]
-MinP = Annotated[
-    float | None,
-    typer.Option(
-        "--min-p", metavar="P", help="Leave out tokens below P of the likeliest one, in place of eval.min_p; 0: none."
-    ),
-]
-TopK = Annotated[
-    int | None,
-    typer.Option(
-        "--top-k",
-        metavar="K",
-        min=0,
-        help="Sample from the K likeliest tokens, in place of eval.top_k; 0 switches it off.",
-    ),
-]
 MaxNewTokens = Annotated[
     int | None, typer.Option("--max-new-tokens", metavar="N", min=1, help="Limit of an answer, in tokens.")
-]
-MaxPromptTokens = Annotated[
-    int | None,
-    typer.Option(
-        "--max-prompt-tokens", metavar="N", min=1, help="Limit of a prompt, in tokens; longer ones get no answer."
-    ),
 ]
 RewardType = Annotated[
     str | None,
     typer.Option("--reward", metavar="TYPE", help="The reward that scores the answers, in place of reward.type."),
-]
-SystemPrompt = Annotated[
-    str | None,
-    typer.Option(
-        "--system-prompt",
-        metavar="TEXT",
-        help="System message, in place of data.system_prompt; an empty text means none.",
-    ),
-]
-BatchSize = Annotated[
-    int | None, typer.Option("--batch-size", metavar="N", min=1, help="Sequences sampled at the same time.")
 ]
 Seed = Annotated[int | None, typer.Option("--seed", metavar="N", min=0, help="Random seed, for temperatures above 0.")]
 Out = Annotated[
@@ -113,14 +77,8 @@ def evaluate(
     overrides: Overrides = None,
     samples: Samples = None,
     temperature: Temperature = None,
-    top_p: TopP = None,
-    top_k: TopK = None,
-    min_p: MinP = None,
     max_new_tokens: MaxNewTokens = None,
-    max_prompt_tokens: MaxPromptTokens = None,
     reward: RewardType = None,
-    system_prompt: SystemPrompt = None,
-    batch_size: BatchSize = None,
     seed: Seed = None,
     out: Out = None,
     limit: Limit = None,
@@ -132,8 +90,8 @@ def evaluate(
     """Let models answer data sets and print accuracy, pass@k, best-of-n and majority@n; or compare evaluations.
 
     Settings (system prompt, reward, limits, environment, data.eval) come from --config; if unset, from the run that
-    the first MODEL belongs to; else they are the defaults. The options below replace them. All models get the same
-    settings.
+    the first MODEL belongs to; else they are the defaults. The options below replace them, and --set any other key. All
+    models get the same settings.
 
     \b
     Examples:
@@ -143,11 +101,8 @@ def evaluate(
       async-rl eval --compare runs/quickstart
     """
     given = {
-        "eval.num_samples": samples, "eval.temperature": temperature, "eval.top_p": top_p, "eval.top_k": top_k,
-        "eval.min_p": min_p, "eval.max_new_tokens": max_new_tokens, "eval.max_rows": limit,
-        "sampling.max_prompt_tokens": max_prompt_tokens,
-        "reward.type": reward, "data.system_prompt": system_prompt, "generator.batch_size": batch_size,
-        "run.seed": seed,
+        "eval.num_samples": samples, "eval.temperature": temperature, "eval.max_new_tokens": max_new_tokens,
+        "eval.max_rows": limit, "reward.type": reward, "run.seed": seed,
     }  # fmt: skip
     values = {key: value for key, value in given.items() if value is not None}
     if compare:
