@@ -158,7 +158,7 @@ def sweep(
 
     The runs' directories are below <run.dir>-sweep, and so is the picture. The same command goes on where it was
     stopped: it leaves finished runs alone and resumes the others. What launch prints goes to standard error, with a
-    line before and after each run. With --json no picture is drawn.
+    line before each run. With --json no picture is drawn.
 
     \b
     Example:
@@ -182,7 +182,7 @@ def sweep(
 
 def _launch_all(config: Path, variants: Sequence[Variant], *, quiet: bool) -> None:
     """Launch the ``variants`` that have not finished, one after the other. The first that fails ends the command."""
-    from async_rl.extensions.insight.comparison.sweep import has_finished, header, launch_variant, result_line
+    from async_rl.extensions.insight.comparison.sweep import has_finished, header, launch_variant
 
     left, took_s = [variant for variant in variants if not has_finished(config, variant)], list[float]()
     for number, variant in enumerate(variants, start=1):
@@ -196,8 +196,6 @@ def _launch_all(config: Path, variants: Sequence[Variant], *, quiet: bool) -> No
         if variant in left:
             took_s.append(time.monotonic() - begun)
             left.remove(variant)
-        if not quiet:
-            typer.echo(visible(result_line(number, len(variants), variant)), err=True)
 
 
 def _range(option: str, what: str) -> typer.models.OptionInfo:

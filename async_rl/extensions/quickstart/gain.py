@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from async_rl.extensions.insight.comparison.summary import RunSummary
 
 
-def estimated_gain(run: RunSummary) -> list[str]:
-    """Return lines that say how much longer the steps of ``run`` would take at ``queue.max_staleness = 0``.
+def estimated_gain(run: RunSummary) -> str:
+    """Return a line that says how much longer the steps of ``run`` would take at ``queue.max_staleness = 0``.
 
     There learner and generators take turns. What they did at the same time would be done one after the other, so a step
     would take ``1 + together`` times as long. ``together`` is the share of time in which both worked: at least
@@ -19,31 +17,21 @@ def estimated_gain(run: RunSummary) -> list[str]:
     1.28 times by this formula, 1.92 times measured.
     """
     if not run.bound:
-        return ["what asynchrony gained: nothing, because queue.max_staleness = 0: learner and generators took turns"]
+        return "what asynchrony gained: nothing, because queue.max_staleness = 0: learner and generators took turns"
     learner, generators = run.means["idle/learner"], run.means["idle/generators"]
     if learner is None or generators is None:
-        return ["what asynchrony gained: unknown, because the run is too short for idle/learner and idle/generators"]
+        return "what asynchrony gained: unknown, because the run is too short for idle/learner and idle/generators"
     together = max(0.0, 1.0 - learner - generators)
-    return [
+    return (
         f"what asynchrony gained (estimate): {run.steps_per_s:.3g} steps/s instead of "
         f"{run.steps_per_s / (1 + together):.3g} or less at queue.max_staleness = 0 (--compare measures it)"
-    ]
+    )
 
 
-def measured_gain(run: RunSummary, on_policy: RunSummary) -> list[str]:
-    """Return a line that compares the steps per second and the last accuracies of a run and of one at bound 0."""
+def measured_gain(run: RunSummary, on_policy: RunSummary) -> str:
+    """Return a line that compares the steps per second of a run and of one at bound 0. ``compare`` has the rest."""
     ratio = run.steps_per_s / on_policy.steps_per_s
-    line = (
+    return (
         f"what asynchrony gained (measured): {run.steps_per_s:.3g} steps/s instead of {on_policy.steps_per_s:.3g} at "
         f"queue.max_staleness = 0, {ratio:.2f} times as many"
     )
-    return [line, *_accuracies(run, on_policy)]
-
-
-def _accuracies(run: RunSummary, on_policy: RunSummary) -> Sequence[str]:
-    common = [name for name in run.evaluations if on_policy.evaluations.get(name)]
-    return [
-        f"  accuracy on {name}: {run.evaluations[name][-1].accuracy:.3f} instead of "
-        f"{on_policy.evaluations[name][-1].accuracy:.3f}"
-        for name in common
-    ]

@@ -43,9 +43,9 @@ def run_quickstart(task: Task, seed: int, overrides: Sequence[str], *, compare: 
         on_policy = ("--set", f"run.dir={other}", "--set", "queue.max_staleness=0")
         run_command("launch", path, "--fresh", "--no-next", *settings, *on_policy)
         run_command("compare", str(run_dir), str(other))
-        say(*measured_gain(summarise(run_dir), summarise(other)))
+        say(measured_gain(summarise(run_dir), summarise(other)))
     else:
-        say(*estimated_gain(summarise(run_dir)))
+        say(estimated_gain(summarise(run_dir)))
     report, _ = next_lines(RunDir(run_dir), config)
     say(*path_lines(), report, "      async-rl init my.toml    # writes the config of a run of your own")
 

@@ -15,7 +15,6 @@ from statistics import fmean
 
 from async_rl.config.loading import load_config
 from async_rl.errors import ConfigError
-from async_rl.extensions.insight.comparison.summary import summarise
 from async_rl.process.child import module_command, run_child
 from async_rl.run.figures.progress import duration
 from async_rl.run.reuse import check_run_dir, has_ended
@@ -92,24 +91,6 @@ def header(number: int, num_runs: int, variant: Variant, took_s: Sequence[float]
     """
     left = f"; about {duration(fmean(took_s) * num_left)} left" if took_s else ""
     return f"run {number} of {num_runs}: {variant.label} in {variant.run_dir}{left}"
-
-
-def result_line(number: int, num_runs: int, variant: Variant) -> str:
-    """Return the line after a run: its speed, and what it learned.
-
-    Raises:
-        RunError: the run has made no step, or a file of it is damaged.
-    """
-    summary = summarise(variant.run_dir)
-    error = "" if summary.speed_error is None else f" ± {summary.speed_error:.2g}"
-    learned = [
-        f"accuracy on {dataset} {found[0].accuracy:.3f} -> {found[-1].accuracy:.3f}"
-        for dataset, found in summary.evaluations.items()
-    ]
-    if not learned and summary.reward is not None:
-        learned = [f"reward {summary.reward:.3f}"]
-    figures = ", ".join([f"{summary.steps_per_s:.3g}{error} steps/s", *learned])
-    return f"run {number} of {num_runs}: {variant.label} is done: {figures}"
 
 
 def launch_variant(config: Path, variant: Variant, *, quiet: bool = False) -> int:
