@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -182,20 +181,16 @@ def sweep(
 
 def _launch_all(config: Path, variants: Sequence[Variant], *, quiet: bool) -> None:
     """Launch the ``variants`` that have not finished, one after the other. The first that fails ends the command."""
-    from async_rl.extensions.insight.comparison.sweep import has_finished, header, launch_variant
+    from async_rl.extensions.insight.comparison.sweep import has_finished, launch_variant
 
-    left, took_s = [variant for variant in variants if not has_finished(config, variant)], list[float]()
-    for number, variant in enumerate(variants, start=1):
-        begun = time.monotonic()
+    left = [variant for variant in variants if not has_finished(config, variant)]
+    for number, variant in enumerate(left, start=1):
         if not quiet:
-            typer.echo(visible(header(number, len(variants), variant, took_s, len(left))), err=True)
+            typer.echo(visible(f"run {number} of {len(left)}: {variant.label} in {variant.run_dir}"), err=True)
         if code := launch_variant(config, variant, quiet=quiet):
             ended = f"launch of {variant.run_dir} ended with exit code {code}"
             typer.echo(f"{ended}; see the messages above, then run the same sweep command to continue there", err=True)
             raise typer.Exit(code if code > 0 else 1)
-        if variant in left:
-            took_s.append(time.monotonic() - begun)
-            left.remove(variant)
 
 
 def _range(option: str, what: str) -> typer.models.OptionInfo:

@@ -11,12 +11,10 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 
 from async_rl.config.loading import load_config
 from async_rl.errors import ConfigError
 from async_rl.process.child import module_command, run_child
-from async_rl.run.figures.progress import duration
 from async_rl.run.reuse import check_run_dir, has_ended
 
 _STDERR = 2
@@ -79,29 +77,13 @@ def has_finished(config: Path, variant: Variant) -> bool:
     return has_ended(check_run_dir(resolved, fresh=False, tunable=("learner.steps",)), resolved)
 
 
-def header(number: int, num_runs: int, variant: Variant, took_s: Sequence[float], num_left: int) -> str:
-    """Return the line before a run.
-
-    Args:
-        number: of the run, from 1.
-        num_runs: number of runs of the sweep.
-        variant: the run.
-        took_s: seconds that each run took which was launched before.
-        num_left: number of runs to launch, this one included.
-    """
-    left = f"; about {duration(fmean(took_s) * num_left)} left" if took_s else ""
-    return f"run {number} of {num_runs}: {variant.label} in {variant.run_dir}{left}"
-
-
 def launch_variant(config: Path, variant: Variant, *, quiet: bool = False) -> int:
-    """Run ``async-rl launch`` for one run of a sweep. Return its exit code, 0 if the run had finished before.
+    """Run ``async-rl launch`` for one run of a sweep. Return its exit code.
 
     What ``launch`` prints goes to standard error; with ``quiet``, only its errors do.
 
     If this process gets SIGINT or SIGTERM, ``launch`` saves its last step first.
     """
-    if has_finished(config, variant):
-        return 0
     options = [part for override in variant.overrides for part in ("--set", override)]
     options += ["--quiet"] if quiet else []
     command = module_command("async_rl", "launch", str(config), "--no-next", *options)

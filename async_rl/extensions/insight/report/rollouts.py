@@ -88,11 +88,11 @@ def read_index(run_dir: RunDir) -> tuple[Index, list[Chunk]]:
     recorded = {step: path for _, step, path in step_files(run_dir.rollouts)}
     for step in sorted(summaries):
         places: dict[tuple[int, int], tuple[int, int]] = {}
-        keys = _keys(recorded[step]) if step in recorded else ()
-        for number, key in enumerate(keys):
+        found = _brief(recorded[step], _FIELDS) if step in recorded else ()
+        for number, record in enumerate(found):
             if number % CHUNK_ROLLOUTS == 0:
-                chunks.append(_chunk(recorded[step], step, number, len(keys), _FIELDS))
-            places[key] = len(chunks) - 1, number % CHUNK_ROLLOUTS
+                chunks.append(_chunk(recorded[step], step, number, len(found), _FIELDS))
+            places[record["position"], record["index"]] = len(chunks) - 1, number % CHUNK_ROLLOUTS
         _add_summary(index, summaries[step], places)
     for name, step, path in step_files(run_dir.eval):
         _add_answers(index, chunks, name, step, path)
@@ -105,41 +105,26 @@ def _chunk(path: Path, step: int, start: int, count: int, fields: frozenset[str]
 
 def _add_answers(index: Index, chunks: list[Chunk], name: str, step: int, path: Path) -> None:
     """Add the answers of one evaluation of the set ``name``."""
-    found = path.stat()
-    answers = _answers_once(path, found.st_mtime_ns, found.st_size)
-    for number, values in enumerate(answers):
+    answers = _brief(path, _ANSWER_FIELDS)
+    for number, record in enumerate(answers):
         if number % CHUNK_ROLLOUTS == 0:
             chunks.append(_chunk(path, step, number, len(answers), _ANSWER_FIELDS))
         index.add(
-            **values, step=step, stale=None, cause="", chunk=len(chunks) - 1, slot=number % CHUNK_ROLLOUTS, set=name
-        )
+            step=step, position=record["row"], index=record["index"] or 0, row=record["row"],
+            reward=short(record["reward"]), accuracy=short(record["accuracy"]), tokens=record["num_tokens"], stale=None,
+            finish=record["finish_reason"], cause="", chunk=len(chunks) - 1, slot=number % CHUNK_ROLLOUTS, set=name,
+        )  # fmt: skip
 
 
-@lru_cache(maxsize=1000)
-def _answers_once(path: Path, mtime_ns: int, size: int) -> tuple[Plain, ...]:
-    return tuple(
-        {
-            "position": record["row"],
-            "index": record.get("index", 0),
-            "row": record["row"],
-            "reward": short(record.get("reward")),
-            "accuracy": short(record["accuracy"]),
-            "tokens": record.get("num_tokens"),
-            "finish": record["finish_reason"],
-        }
-        for record in read_records(path, _ANSWER_FIELDS)
-    )
-
-
-def _keys(path: Path) -> tuple[tuple[int, int], ...]:
-    """Return position and index of each record in a file. A server asks again and again, of files that don't change."""
+def _brief(path: Path, fields: frozenset[str]) -> tuple[Plain, ...]:
+    """Return the records in a file without texts. A server asks again and again, of files that don't change."""
     found = path.stat()
-    return _keys_once(path, found.st_mtime_ns, found.st_size)
+    return _brief_once(path, found.st_mtime_ns, found.st_size, fields)
 
 
 @lru_cache(maxsize=10_000)
-def _keys_once(path: Path, mtime_ns: int, size: int) -> tuple[tuple[int, int], ...]:
-    return tuple((record["position"], record["index"]) for record in read_records(path))
+def _brief_once(path: Path, mtime_ns: int, size: int, fields: frozenset[str]) -> tuple[Plain, ...]:
+    return tuple({key: record.get(key) for key in _BRIEF} for record in read_records(path, fields))
 
 
 def _add_summary(index: Index, row: Row, places: Mapping[tuple[int, int], tuple[int, int]]) -> None:
@@ -165,13 +150,12 @@ def _is_whole(row: Row) -> bool:
         return False
 
 
-def read_records(path: Path, fields: frozenset[str] | None = None, lines: slice = slice(None)) -> list[Plain]:
-    """Return the records of a file of rollouts, or of ``lines`` of it; with other ``fields``, of answers.
+def read_records(path: Path, fields: frozenset[str], lines: slice = slice(None)) -> list[Plain]:
+    """Return the records of a file, or of ``lines`` of it. Each has ``fields``: those of rollouts, or of answers.
 
     Raises:
         RunError: the file is damaged.
     """
-    fields = _FIELDS if fields is None else fields
     try:
         written = [line for line in path.read_text(encoding="utf-8").split("\n") if line]
         records = [json.loads(line) for line in written[lines]]
@@ -186,20 +170,8 @@ def read_records(path: Path, fields: frozenset[str] | None = None, lines: slice 
     )
 
 
-_FIELDS = frozenset(
-    {
-        "position",
-        "index",
-        "row",
-        "reward",
-        "accuracy",
-        "num_tokens",
-        "versions",
-        "trained_at",
-        "finish_reason",
-        "masked",
-    }
-)
+_BRIEF = ("position", "index", "row", "reward", "accuracy", "num_tokens", "finish_reason")
+_FIELDS = frozenset({*_BRIEF, "versions", "trained_at", "masked"})
 _ANSWER_FIELDS = frozenset({"row", "messages", "response", "accuracy", "finish_reason"})
 
 
