@@ -47,14 +47,7 @@ def sample_offline(
         ModelError: the backend can't sample with a lease's settings.
         Exception: the backend raised it.
     """
-    answering = _OfflineSampling(backend, rollouts, leases)
-    num_done = 0
-    while not answering.is_done:
-        answering.turn()
-        if progress is not None and answering.num_done != num_done:
-            num_done = answering.num_done
-            progress(num_done, len(leases))
-    return answering.answered()
+    return _OfflineSampling(backend, rollouts, leases).run(progress)
 
 
 class _OfflineSampling:
@@ -66,15 +59,17 @@ class _OfflineSampling:
         self._causes: Counter[FailureCause] = Counter()
         self._first_failure = ""
 
-    @property
-    def num_done(self) -> int:
-        return len(self._done)
+    def run(self, progress: Progress | None) -> OfflineSamples:
+        num_done = 0
+        while self._todo or self._open:
+            self._turn()
+            if progress is not None and len(self._done) != num_done:
+                num_done = len(self._done)
+                progress(num_done, len(self._leases))
+        groups = [(lease.prompt, _group(lease, self._done[lease.lease_id])) for lease in self._leases]
+        return OfflineSamples(groups, self._causes, self._first_failure)
 
-    @property
-    def is_done(self) -> bool:
-        return not self._todo and not self._open
-
-    def turn(self) -> None:
+    def _turn(self) -> None:
         """Begin leases for the free slots, run one decode step, and collect the rollouts that have been scored."""
         while self._todo and self._rollouts.num_open < self._backend.max_running:
             self._begin(self._todo.popleft())
@@ -85,10 +80,6 @@ class _OfflineSampling:
             time.sleep(_POLL_S)
         for graded in self._rollouts.collect():
             self._take(graded)
-
-    def answered(self) -> OfflineSamples:
-        groups = [(lease.prompt, _group(lease, self._done[lease.lease_id])) for lease in self._leases]
-        return OfflineSamples(groups, self._causes, self._first_failure)
 
     def _begin(self, lease: Lease) -> None:
         limit = lease.sampling.max_prompt_tokens
