@@ -202,7 +202,7 @@ def reward_source(plan: Plan) -> str:
 
 
 def config_text(plan: Plan, reward_file: Path, first_row: Mapping[str, Any]) -> str:
-    """Return the config of ``plan``, with comments. ``check_answers`` must have accepted the plan.
+    """Return the config of ``plan``, with comments.
 
     Args:
         reward_file: the file with the user's own reward, for a plan with ``OWN_REWARD``.
@@ -398,40 +398,6 @@ def next_commands(config: Path, machines: Machines | None = None) -> Sequence[st
     )
 
 
-def check_answers(plan: Plan, columns: Columns) -> None:
-    """Check that the columns of ``plan`` are in the data.
-
-    Raises:
-        ConfigError: a column is missing, or the reward needs one that the plan does not name.
-    """
-    _check_column("--prompt-column", plan.prompt, plan.data, columns)
-    if plan.answer is not None:
-        _check_column("--answer-column", plan.answer, plan.data, columns)
-    _check_reward(plan.reward, plan.answer, plan.data, columns)
-
-
-def _check_column(flag: str, column: str, data: str, columns: Columns) -> None:
-    if column not in columns.names:
-        raise ConfigError(
-            f"{flag}: expected a column of {data}, which has {', '.join(columns.names)}, got {column!r}; name one of "
-            f"these"
-        )
-
-
-def _check_reward(reward: str, answer: str | None, data: str, columns: Columns) -> None:
-    needs = REWARD_TYPES[reward].row_fields if reward in REWARD_TYPES else ()
-    if "gt_answer" in needs and answer is None:
-        raise ConfigError(
-            f"--reward {reward}: expected a column with the right answers in {data}, which has "
-            f"{', '.join(columns.names)}; name it with --answer-column, or use --reward {OWN_REWARD}"
-        )
-    if "test_cases" in needs and not columns.has_tests:
-        raise ConfigError(
-            f"--reward {reward}: expected a column test_cases in {data}, which has {', '.join(columns.names)}; see "
-            f"docs/data.md, or use --reward {OWN_REWARD}"
-        )
-
-
 def write_config(config: Path, given: Given) -> list[str]:
     """Ask for what ``given`` leaves open, write ``config``, and return the lines that say what was written.
 
@@ -495,16 +461,15 @@ def _ask(config: Path, given: Given) -> tuple[Plan, Columns]:
     if asks:
         width = shutil.get_terminal_size().columns
         typer.echo("\n".join(["the first row:", *map(visible, shown_row(columns.first_row, width=width))]), err=True)
-    read_column = partial(_read_column, data, columns)
-    prompt = (
-        given.prompt
-        or columns.prompt
-        or _answer(asks, None, "--prompt-column", f"Column of the prompts ({', '.join(columns.names)})", read_column)
-    )
+    prompt = _answer(
+        asks, given.prompt or columns.prompt, "--prompt-column",
+        f"Column of the prompts ({', '.join(columns.names)})", partial(_read_column, "--prompt-column", data, columns),
+    )  # fmt: skip
     answer = given.answer or columns.answer
+    if answer is not None:
+        _read_column("--answer-column", data, columns, answer)
     read_reward = partial(_read_reward, data, columns, answer)
-    likely = _likely_reward(columns, answer)
-    reward = given.reward or _answer(asks, None, "--reward", _REWARD_QUESTION, read_reward, likely)
+    reward = _answer(asks, given.reward, "--reward", _REWARD_QUESTION, read_reward, _likely_reward(columns, answer))
     if columns.has_solutions and reward in REWARD_TYPES and "gt_answer" in REWARD_TYPES[reward].row_fields:
         typer.echo(
             f"note: the column {answer} seems to have whole solutions; the reward {reward} reads the answers of those "
@@ -514,9 +479,7 @@ def _ask(config: Path, given: Given) -> tuple[Plan, Columns]:
         )
     evaluation = _answer(asks, given.evaluation, "--eval", "Evaluation data (empty for none)", _read_evaluation, "")
     gpus = _answer(asks, given.gpus, "--gpus", "GPUs to use (0: CPU)", _read_gpus, str(num_gpus_here()))
-    plan = Plan(model, data, evaluation, reward, prompt, answer, *gpus, given.max_new_tokens, name=config.stem)
-    check_answers(plan, columns)
-    return plan, columns
+    return Plan(model, data, evaluation, reward, prompt, answer, *gpus, given.max_new_tokens, config.stem), columns
 
 
 def _read_model(text: str) -> str:
@@ -533,18 +496,32 @@ def _read_model(text: str) -> str:
     return text
 
 
-def _read_column(data: str, columns: Columns, text: str) -> str:
-    _check_column("--prompt-column", text, data, columns)
+def _read_column(option: str, data: str, columns: Columns, text: str) -> str:
+    if text not in columns.names:
+        raise ConfigError(
+            f"{option}: expected a column of {data}, which has {', '.join(columns.names)}, got {text!r}; name one of "
+            f"these"
+        )
     return text
 
 
 def _read_reward(data: str, columns: Columns, answer: str | None, text: str) -> str:
     if text not in REWARD_TYPES and text != OWN_REWARD and not is_code_name(text, needs_attribute=True):
         raise ConfigError(
-            f"expected one of {', '.join(REWARD_TYPES)}, {OWN_REWARD}, or file.py:function, got {text!r}; name one of "
-            f"these"
+            f"--reward: expected one of {', '.join(REWARD_TYPES)}, {OWN_REWARD}, or file.py:function, got {text!r}; "
+            f"name one of these"
         )
-    _check_reward(text, answer, data, columns)
+    needs = REWARD_TYPES[text].row_fields if text in REWARD_TYPES else ()
+    if "gt_answer" in needs and answer is None:
+        raise ConfigError(
+            f"--reward {text}: expected a column with the right answers in {data}, which has "
+            f"{', '.join(columns.names)}; name it with --answer-column, or use --reward {OWN_REWARD}"
+        )
+    if "test_cases" in needs and not columns.has_tests:
+        raise ConfigError(
+            f"--reward {text}: expected a column test_cases in {data}, which has {', '.join(columns.names)}; see "
+            f"docs/data.md, or use --reward {OWN_REWARD}"
+        )
     return text
 
 

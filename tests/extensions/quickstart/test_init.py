@@ -204,7 +204,7 @@ def test_a_full_disk_leaves_no_half_written_pair(num_bytes: int, folder: Path, c
         (["--model", "./no/model", *SUMS[2:]], "there is no ./no/model; correct the path"),
         ([*SUMS, "--answer-column", "x"], "--answer-column: expected a column of sums.csv"),
         ([*SUMS, "--reward", "code"], "expected a column test_cases in sums.csv"),
-        ([*SUMS, "--reward", "boxing"], "reward.type: expected"),
+        ([*SUMS, "--reward", "boxing"], "--reward: expected one of"),
         (["no/such/run.toml", *SUMS], "expected a directory for no/such/run.toml"),
         (["--model", "m", "--data", "empty.jsonl"], "expected at least one row in empty.jsonl"),
     ],
