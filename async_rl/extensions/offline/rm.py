@@ -34,11 +34,8 @@ from async_rl.extensions.offline.rows import RowEncoder, load_rows
 from async_rl.extensions.offline.run import Metrics, OfflineTask
 from async_rl.extensions.offline.scores import numbered, summed_in_chunks
 from async_rl.extensions.offline.slopes import SlopeObjective, sequence_slopes
-from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.interface import Engine, UpdateStats
 from async_rl.learner.losses.objective import Objective
-from async_rl.learner.optimizers.optimizer import Schedule
-from async_rl.learner.ranks import Ranks
 from async_rl.learner.sequences import TrainSequence, train_sequence
 
 logger = logging.getLogger(__name__)
@@ -47,7 +44,7 @@ logger = logging.getLogger(__name__)
 class RewardModel(OfflineTask[Pair]):
     """``async-rl rm``: the loss of Bradley and Terry, the mean over pairs."""
 
-    name = "rm"
+    name, head = "rm", "value"
 
     @property
     def section(self) -> RmConfig:
@@ -56,12 +53,6 @@ class RewardModel(OfflineTask[Pair]):
     @property
     def objective(self) -> Objective:
         return SlopeObjective()
-
-    def build_engine(self, ranks: Ranks, schedule: Schedule) -> FsdpEngine:
-        return FsdpEngine(
-            self.config, ranks, objective=self.objective, schedule=schedule, max_length=self.section.max_length,
-            head="value",
-        )  # fmt: skip
 
     def encoder(self) -> RowEncoder:
         tokenizer = load_tokenizer(self.config.model.path, needs_template=False)

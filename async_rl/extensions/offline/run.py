@@ -7,7 +7,6 @@ a resumed run sees the same batches. ``OfflineTask`` is what a command adds of i
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import signal
@@ -37,6 +36,7 @@ from async_rl.learner.engine.roles import follow, lead
 from async_rl.learner.export.model import check_export_target, export_checkpoint
 from async_rl.learner.interface import Engine, UpdateStats
 from async_rl.learner.losses.objective import Objective
+from async_rl.learner.model.heads import Head
 from async_rl.learner.optimizers.optimizer import Schedule
 from async_rl.learner.ranks import Ranks, init_ranks
 from async_rl.learner.sequences import TrainSequence
@@ -44,10 +44,11 @@ from async_rl.net.wire import decode, encode
 from async_rl.output import logged
 from async_rl.process.fault_points import fault_point
 from async_rl.process.stop import StopRequest
-from async_rl.run.directory import RunDir, checkpoint_name, write_atomically
+from async_rl.run.directory import RunDir, checkpoint_name
 from async_rl.run.following.follower import followed
 from async_rl.run.following.sinks import check_sinks
 from async_rl.run.lock import RunLock, acquire
+from async_rl.run.records.step_log import StepLog
 
 logger = logging.getLogger(__name__)
 
@@ -67,10 +68,12 @@ class OfflineTask(ABC, Generic[Row]):
 
     Attributes:
         name: the command. Its files are in ``run.dir/NAME``.
+        head: what the model computes.
         config: the run's config.
     """
 
     name: ClassVar[str]
+    head: ClassVar[Head] = "tokens"
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -88,8 +91,9 @@ class OfflineTask(ABC, Generic[Row]):
     def build_engine(self, ranks: Ranks, schedule: Schedule) -> FsdpEngine:
         """Return the engine. All ranks call this."""
         return FsdpEngine(
-            self.config, ranks, objective=self.objective, schedule=schedule, max_length=self.section.max_length
-        )
+            self.config, ranks, objective=self.objective, schedule=schedule, max_length=self.section.max_length,
+            head=self.head,
+        )  # fmt: skip
 
     @property
     def sources(self) -> dict[str, str]:
@@ -284,8 +288,8 @@ class _Leader(Generic[Row]):
             with logged(logger, f"reading {newest}"):
                 self._engine.load(newest)
             logger.info("going on from %s", newest)
-        self._run_dir.mkdir(parents=True, exist_ok=True)
-        _forget_metrics_after(self._run_dir / "metrics.jsonl", self._done)
+        with closing(StepLog(self._run_dir / "metrics.jsonl")) as log:
+            log.rewind_to(self._done)
 
     @contextmanager
     def _open_metrics(self, lock: RunLock) -> Iterator[Callable[[Mapping[str, float | None]], None]]:
@@ -294,9 +298,9 @@ class _Leader(Generic[Row]):
         run_dir = RunDir(self._run_dir)
         with (
             followed(self._config, run_dir, lock, logger.warning, part=name) if self._config.log.to else nullcontext(),
-            run_dir.metrics.open("a", encoding="utf-8", buffering=1) as file,
+            closing(StepLog(run_dir.metrics)) as log,
         ):
-            yield lambda row: print(json.dumps(row), file=file)
+            yield log.write
 
     def _make_steps(self, writer: CheckpointWriter, write: Callable[[Mapping[str, float | None]], None]) -> None:
         """Make the steps that are left. A checkpoint is written while the next steps are made.
@@ -473,10 +477,3 @@ def _saved_steps(task: OfflineTask[Any]) -> tuple[int, int]:
             f"or remove that directory"
         )
     return int(extra["step"]), int(extra["num_steps"])
-
-
-def _forget_metrics_after(path: Path, done: int) -> None:
-    """Remove the rows of steps after the checkpoint from the metrics file, because these steps are made again."""
-    if path.exists():
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        write_atomically(path, "".join(line for line in lines[:done] if line.endswith("\n")))
