@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from async_rl.config.config import Config
-from async_rl.extensions.code_rewards.reward import CodeReward, local_judge
+from async_rl.extensions.code_rewards.reward import CodeReward, LocalJudge, sandbox_of
 from async_rl.extensions.code_rewards.verifier import RemoteJudge
 
 
@@ -15,7 +15,7 @@ def code_reward(config: Config, scale: float) -> CodeReward:
     """
     code = config.reward.code
     return CodeReward(
-        RemoteJudge(code) if code.endpoint is not None else local_judge(code),
+        RemoteJudge(code) if code.endpoint is not None else LocalJudge(sandbox_of(code), code),
         scale=scale,
         partial_credit=code.partial_credit,
         num_workers=code.num_workers,

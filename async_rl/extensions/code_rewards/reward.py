@@ -122,32 +122,22 @@ class Judge(Protocol):
     def close(self) -> None: ...
 
 
-class Runner(Protocol):
-    """What ``LocalJudge`` needs in order to run programs. It is ``sandbox.Sandbox``, or a fake in tests."""
-
-    def run(self, program: Program, limits: Limits) -> Ran: ...
-
-    def close(self) -> None: ...
-
-
 class LocalJudge:
     """Runs programs on tests in this machine's sandbox and compares their outputs.
 
     Args:
-        runner: runs the programs. It is closed with this judge.
+        sandbox: runs the programs. It is closed with this judge.
         code: the limits, and the rules for comparing. After ``total_time_limit_s`` seconds, all tests that were not run
             count as timed out. Without ``partial_credit``, no test is run after one that the program did not pass.
         clock: returns the time in seconds.
     """
 
-    def __init__(self, runner: Runner, code: CodeRewardConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._runner = runner
+    def __init__(
+        self, sandbox: Sandbox, code: CodeRewardConfig, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._sandbox = sandbox
         self._code = code
         self._clock = clock
-
-    def with_settings(self, code: CodeRewardConfig) -> LocalJudge:
-        """Return a judge with the settings ``code`` and the same runner. Only one of the two judges may be closed."""
-        return LocalJudge(self._runner, code, clock=self._clock)
 
     def judge(self, source: str, tests: CodeTests) -> Judgement:
         deadline_s = self._clock() + self._code.total_time_limit_s
@@ -162,7 +152,7 @@ class LocalJudge:
         return judgement_of(verdicts, notes, len(tests.tests))
 
     def close(self) -> None:
-        self._runner.close()
+        self._sandbox.close()
 
     def _judge_one(self, source: str, tests: CodeTests, test: CodeTest, left_s: float) -> tuple[Verdict, str]:
         if left_s <= 0:
@@ -177,7 +167,7 @@ class LocalJudge:
             program = Program(
                 source, function=tests.function, arguments=test.given, prelude=self._code.prelude != "never"
             )
-        ran = self._runner.run(program, limits)
+        ran = self._sandbox.run(program, limits)
         return self._verdict(ran, tests, test), ran.stderr_tail
 
     def _judge_check(self, source: str, function: str, check: CheckTests, left_s: float) -> tuple[Verdict, str]:
@@ -185,7 +175,7 @@ class LocalJudge:
 
         def run(program: Program) -> Ran | None:
             left_s = deadline_s - self._clock()
-            return self._runner.run(program, self._limits(left_s)) if left_s > 0 else None
+            return self._sandbox.run(program, self._limits(left_s)) if left_s > 0 else None
 
         return judge_check(source, function, check, run, prelude=self._code.prelude != "never")
 
@@ -213,10 +203,10 @@ class LocalJudge:
         return "passed" if agrees else "wrong"
 
 
-def local_judge(code: CodeRewardConfig) -> LocalJudge:
-    """Start this machine's sandbox and return a judge that runs programs in it.
+def sandbox_of(code: CodeRewardConfig) -> Sandbox:
+    """Start this machine's sandbox.
 
     Raises:
         SandboxError: this machine can't isolate programs, and ``code.allow_unsafe`` is False.
     """
-    return LocalJudge(Sandbox(packages=code.packages, allow_unsafe=code.allow_unsafe), code)
+    return Sandbox(packages=code.packages, allow_unsafe=code.allow_unsafe)

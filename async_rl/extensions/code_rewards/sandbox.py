@@ -92,8 +92,7 @@ class Program:
 class Sandbox:
     """Runs untrusted programs in isolated processes. Several threads may run programs at the same time.
 
-    A launcher process is started, and its isolation is checked, when a Sandbox is created. ``counts`` has the number of
-    ``programs`` that were run, of those that ``timed_out``, and of ``launchers`` that were started.
+    A launcher process is started, and its isolation is checked, when a Sandbox is created.
 
     Args:
         packages: installed packages, such as ``numpy``, that programs may import in addition to the standard library.
@@ -105,7 +104,6 @@ class Sandbox:
     """
 
     def __init__(self, *, packages: Sequence[str] = (), allow_unsafe: bool = False) -> None:
-        self.counts = {"programs": 0, "timed_out": 0, "launchers": 0}
         self.is_isolated = True
         self._packages = list(packages)
         self._lock = threading.Lock()
@@ -154,9 +152,6 @@ class Sandbox:
                     ) from error
                 logger.warning("the sandbox's launcher process failed and is restarted: %s", error)
                 continue
-            with self._lock:
-                self.counts["programs"] += 1
-                self.counts["timed_out"] += ran.outcome == "timed_out"
             return ran
         raise AssertionError("unreachable")
 
@@ -173,7 +168,6 @@ class Sandbox:
                 self._launcher = Launcher(
                     "async_rl.extensions.code_rewards.program", self._packages, isolated=self.is_isolated, remedy=REMEDY
                 )
-                self.counts["launchers"] += 1
             return self._launcher
 
     def _end(self, launcher: Launcher) -> None:

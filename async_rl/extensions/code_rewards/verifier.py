@@ -28,7 +28,7 @@ from typing import Any
 from async_rl.config.loading import apply_override, parse_config
 from async_rl.config.reward import CodeRewardConfig
 from async_rl.errors import AddressError, ConfigError, RewardError, SandboxError, SandboxFailedError
-from async_rl.extensions.code_rewards.reward import Judgement, Verdict, judgement_of, local_judge
+from async_rl.extensions.code_rewards.reward import Judgement, LocalJudge, Verdict, judgement_of, sandbox_of
 from async_rl.extensions.code_rewards.row_tests import CodeTest, CodeTests, parse_tests
 from async_rl.net.address import check_address, is_loopback
 from async_rl.net.streams import UnauthenticatedPeers, is_out_of_resources, raise_descriptor_limit, shut_down
@@ -69,9 +69,7 @@ class RemoteJudge:
         SandboxError: the verifier can't be reached, or gives a wrong verdict on one of the two programs.
     """
 
-    def __init__(
-        self, code: CodeRewardConfig, *, total_limit_s: float = TOTAL_LIMIT_S, pause_s: float = _PAUSE_S
-    ) -> None:
+    def __init__(self, code: CodeRewardConfig, *, pause_s: float = _PAUSE_S) -> None:
         assert code.endpoint is not None
         self._url = code.endpoint.rstrip("/") + ("" if code.endpoint.rstrip("/").endswith(PATH) else PATH)
         self._timeout_s = code.time_limit_s
@@ -79,7 +77,6 @@ class RemoteJudge:
             "total_timeout": code.total_time_limit_s, "all_tests": code.partial_credit, "compare": code.compare,
             "prelude": code.prelude,
         }  # fmt: skip
-        self._total_limit_s = total_limit_s
         self._pause_s = pause_s
         self._check()
 
@@ -121,7 +118,7 @@ class RemoteJudge:
             SandboxFailedError: the verifier gave no answer. This says nothing about the program.
         """
         body = json.dumps(request).encode()
-        deadline_s = time.monotonic() + self._total_limit_s
+        deadline_s = time.monotonic() + TOTAL_LIMIT_S
         trouble = ""
         for attempt in range(_ATTEMPTS):
             if attempt:
@@ -192,7 +189,7 @@ class VerifierServer(ThreadingHTTPServer):
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, _Handler)
         self._code = code
-        self._judge = local_judge(code)
+        self._sandbox = sandbox_of(code)
         self._free = threading.BoundedSemaphore(code.num_workers)
         most = min(MAX_CONNECTIONS, raise_descriptor_limit() // 4)
         self._connections = threading.BoundedSemaphore(most)
@@ -265,12 +262,12 @@ class VerifierServer(ThreadingHTTPServer):
         """
         source, tests, code = _parse_request(request, self._code)
         with self._free:
-            judgement = self._judge.with_settings(code).judge(source, tests)
+            judgement = LocalJudge(self._sandbox, code).judge(source, tests)
         return _answer(judgement)
 
     def close(self) -> None:
         self.server_close()
-        self._judge.close()
+        self._sandbox.close()
 
 
 def serve(bind: str, overrides: Sequence[str], *, insecure: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -39,10 +40,14 @@ RIGHT = "def bounds(values: List[int]) -> Tuple[int, int]:\n    return min(value
 
 
 @pytest.fixture(scope="module")
-def judge() -> Iterator[LocalJudge]:
-    one = LocalJudge(Sandbox(packages=()), CodeRewardConfig(packages=(), time_limit_s=20.0))
-    yield one
-    one.close()
+def sandbox() -> Iterator[Sandbox]:
+    with closing(Sandbox()) as one:
+        yield one
+
+
+@pytest.fixture
+def judge(sandbox: Sandbox) -> LocalJudge:
+    return LocalJudge(sandbox, CodeRewardConfig(packages=(), time_limit_s=20.0))
 
 
 def given(test: str = TEST, prompt: str = PROMPT, name: str = "bounds") -> CodeTests:
@@ -126,8 +131,8 @@ def test_tests_that_can_not_be_run_are_an_error_of_the_row(judge: LocalJudge, te
         verdict(judge, "def f(*a):\n    return 1\n", given(test, "Write f.", "f"))
 
 
-def test_a_slow_program_times_out(judge: LocalJudge):
-    hasty = judge.with_settings(CodeRewardConfig(packages=(), time_limit_s=1.0))
+def test_a_slow_program_times_out(sandbox: Sandbox):
+    hasty = LocalJudge(sandbox, CodeRewardConfig(packages=(), time_limit_s=1.0))
     assert verdict(hasty, "def bounds(values):\n    while True: pass\n") == "timed_out"
 
 

@@ -39,9 +39,6 @@ _LEAVES: tuple[Any, ...] = (
 class PassesOnes:
     """A judge without a sandbox: a program with a 1 passes."""
 
-    def with_settings(self, code: CodeRewardConfig) -> PassesOnes:
-        return self
-
     def judge(self, source: str, tests: CodeTests) -> Judgement:
         verdicts: list[Verdict] = ["passed" if "1" in source else "wrong" for _ in tests.tests]
         return judgement_of(verdicts, [], len(tests.tests))
@@ -51,7 +48,8 @@ class PassesOnes:
 
 
 def run_verifier(pipe: Connection) -> None:
-    verifier_module.local_judge = lambda code: PassesOnes()  # type: ignore[assignment]
+    verifier_module.sandbox_of = lambda code: PassesOnes()  # type: ignore[assignment]
+    verifier_module.LocalJudge = lambda sandbox, code: sandbox  # type: ignore[assignment]
     server = VerifierServer(("127.0.0.1", 0), CodeRewardConfig(packages=()))
     pipe.send(server.server_port)
     server.serve_forever()

@@ -1,4 +1,4 @@
-"""The code reward with a scripted runner, without a process: extraction, credit, limits; what the doctor says of it."""
+"""The code reward with a scripted sandbox, without a process: extraction, credit, limits; what the doctor says."""
 
 import json
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from async_rl.errors import ConfigError, RewardError, SandboxError
 from async_rl.extensions.code_rewards import checks
 from async_rl.extensions.code_rewards.program import UNUSABLE_EXIT
 from async_rl.extensions.code_rewards.reward import CodeReward, LocalJudge
-from async_rl.extensions.code_rewards.sandbox import Program
+from async_rl.extensions.code_rewards.sandbox import Program, Sandbox
 from async_rl.process.sandbox.client import Ran
 from async_rl.process.sandbox.limits import Limits
 from async_rl.rewards.records import RewardInput, RewardOutput
@@ -23,7 +23,7 @@ from async_rl.rewards.registry import RewardSum
 from tests.launch.checks.made import made
 
 
-class Script:
+class Script(Sandbox):
     """Runs nothing: a program is a JSON list, one output (or exit code, or "time") a run. Each run takes a second."""
 
     def __init__(self) -> None:

@@ -147,7 +147,6 @@ def test_a_launcher_that_is_killed_is_replaced_and_the_program_run_again():
         ran = pool.submit(sandbox.run, Program("import time\ntime.sleep(1)\nprint('done')"), LIMITS)
         os.kill(running(sandbox.launcher_pid)[0], signal.SIGKILL)
         assert ran.result().output == b"done\n"
-        assert sandbox.counts == {"programs": 1, "timed_out": 0, "launchers": 2}
 
 
 class KilledPrograms:
