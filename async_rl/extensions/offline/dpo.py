@@ -25,9 +25,8 @@ from async_rl.extensions.offline.preference import PAIR_LOSSES, PairValues, kto_
 from async_rl.extensions.offline.reference import reference_logprobs
 from async_rl.extensions.offline.run import Metrics, OfflineTask
 from async_rl.extensions.offline.scores import numbered, summed_in_chunks, summed_logprobs
-from async_rl.extensions.offline.slopes import SlopeObjective, sequence_slopes
+from async_rl.extensions.offline.slopes import sequence_slopes
 from async_rl.learner.interface import Engine, UpdateStats
-from async_rl.learner.losses.objective import Objective
 from async_rl.learner.sequences import TrainSequence
 
 Preference = TypeVar("Preference", Pair, LabelledAnswer)
@@ -41,10 +40,6 @@ class _Preferences(OfflineTask[Preference]):
     @property
     def section(self) -> DpoConfig:
         return self.config.dpo
-
-    @property
-    def objective(self) -> Objective:
-        return SlopeObjective()
 
     def sequences(self, row: Preference) -> Sequence[TrainSequence]:
         return row.sequences

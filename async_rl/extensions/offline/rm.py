@@ -33,9 +33,8 @@ from async_rl.extensions.offline.pairs import EqualAnswers, Pair
 from async_rl.extensions.offline.rows import RowEncoder, load_rows
 from async_rl.extensions.offline.run import Metrics, OfflineTask
 from async_rl.extensions.offline.scores import numbered, summed_in_chunks
-from async_rl.extensions.offline.slopes import SlopeObjective, sequence_slopes
+from async_rl.extensions.offline.slopes import sequence_slopes
 from async_rl.learner.interface import Engine, UpdateStats
-from async_rl.learner.losses.objective import Objective
 from async_rl.learner.sequences import TrainSequence, train_sequence
 
 logger = logging.getLogger(__name__)
@@ -49,10 +48,6 @@ class RewardModel(OfflineTask[Pair]):
     @property
     def section(self) -> RmConfig:
         return self.config.rm
-
-    @property
-    def objective(self) -> Objective:
-        return SlopeObjective()
 
     def encoder(self) -> RowEncoder:
         tokenizer = load_tokenizer(self.config.model.path, needs_template=False)

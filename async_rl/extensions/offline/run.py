@@ -28,6 +28,7 @@ from async_rl.data.vocabulary import check_embedded
 from async_rl.errors import ConfigError, RunError, StoppedError
 from async_rl.extensions.offline.batches import batch_of
 from async_rl.extensions.offline.rows import RowEncoder, digest_of
+from async_rl.extensions.offline.slopes import SlopeObjective
 from async_rl.learner.checkpoints.files import latest_checkpoint, read_extra
 from async_rl.learner.checkpoints.resume import find_resume_point, take_over
 from async_rl.learner.checkpoints.writer import CheckpointWriter
@@ -84,9 +85,9 @@ class OfflineTask(ABC, Generic[Row]):
         """The command's section of the config, which has the command's name."""
 
     @property
-    @abstractmethod
     def objective(self) -> Objective:
-        """The loss that the engine trains with."""
+        """The loss that the engine trains with: that of slopes, if the command has no other."""
+        return SlopeObjective()
 
     def build_engine(self, ranks: Ranks, schedule: Schedule) -> FsdpEngine:
         """Return the engine. All ranks call this."""
