@@ -181,9 +181,9 @@ def sweep(
 
 def _launch_all(config: Path, variants: Sequence[Variant], *, quiet: bool) -> None:
     """Launch the ``variants`` that have not finished, one after the other. The first that fails ends the command."""
-    from async_rl.extensions.insight.comparison.sweep import has_finished, launch_variant
+    from async_rl.extensions.insight.comparison.sweep import launch_variant
 
-    left = [variant for variant in variants if not has_finished(config, variant)]
+    left = [variant for variant in variants if not variant.is_done]
     for number, variant in enumerate(left, start=1):
         if not quiet:
             typer.echo(visible(f"run {number} of {len(left)}: {variant.label} in {variant.run_dir}"), err=True)

@@ -18,7 +18,7 @@ from async_rl.errors import RunError
 from async_rl.extensions.insight.comparison.points import judged_set, mean_of_known
 from async_rl.extensions.insight.comparison.summary import RunSummary
 from async_rl.extensions.insight.comparison.table import short_names
-from async_rl.extensions.insight.pictures.curve import new_figure, plain_label, running_mean, save_picture
+from async_rl.extensions.insight.pictures.curve import COLORS, new_figure, plain_label, running_mean, save_picture
 from async_rl.run.records.metric_table import columns
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _ROUNDING = 1e-7
 """KL in nats below which the difference of two policies is that of float32 rounding. It is not drawn."""
 _SEED = re.compile(r"-seed=\d+$")
-_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999")
+_COLORS = (*COLORS, "#000000", "#999999")
 _MARKERS = "os^Dv<>p"
 _LEGEND_WIDTH = 125
 """Width of the legend in letters."""

@@ -28,11 +28,13 @@ class Variant:
         run_dir: its directory.
         overrides: the ``--set`` options with which it is launched.
         label: the key that differs and its value, and the seed if there are several.
+        is_done: whether the run has ended, and needs no launch.
     """
 
     run_dir: Path
     overrides: tuple[str, ...]
     label: str
+    is_done: bool
 
 
 def plan_sweep(config: Path, overrides: Sequence[str], over: str, num_seeds: int) -> list[Variant]:
@@ -65,16 +67,11 @@ def plan_sweep(config: Path, overrides: Sequence[str], over: str, num_seeds: int
             name = f"{key.rpartition('.')[2]}={value.replace('/', '_')}" + (f"-seed={seed}" if num_seeds > 1 else "")
             own = (f"{key}={value}", f"run.seed={seed}", f"run.dir={json.dumps(str(folder / name))}")
             # Other keys would make a run that is a mixture, so that the sweep compares nothing.
-            check_run_dir(load_config(config, [*overrides, *own]), fresh=False, tunable=("learner.steps",))
+            resolved = load_config(config, [*overrides, *own])
+            is_done = has_ended(check_run_dir(resolved, fresh=False, tunable=("learner.steps",)), resolved)
             label = f"{key}={value}" + (f", run.seed={seed}" if num_seeds > 1 else "")
-            variants.append(Variant(folder / name, (*overrides, *own), label))
+            variants.append(Variant(folder / name, (*overrides, *own), label, is_done))
     return variants
-
-
-def has_finished(config: Path, variant: Variant) -> bool:
-    """Return whether the run needs no launch."""
-    resolved = load_config(config, variant.overrides)
-    return has_ended(check_run_dir(resolved, fresh=False, tunable=("learner.steps",)), resolved)
 
 
 def launch_variant(config: Path, variant: Variant, *, quiet: bool = False) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -119,13 +120,7 @@ def _answer(
     """Let ``models`` answer the data sets and print the result. ``values`` are config keys with those of options."""
     with Progress(quiet=quiet) as progress:
         progress.show("loading PyTorch")
-        from async_rl.extensions.insight.evaluation.offline import (
-            EvalOptions,
-            describe,
-            eval_settings,
-            evaluation_json,
-            run_eval,
-        )
+        from async_rl.extensions.insight.evaluation.offline import EvalOptions, describe, eval_settings, run_eval
 
         options = EvalOptions(tuple(datasets), config, tuple(overrides), values)
         settings = eval_settings(models, options)
@@ -134,7 +129,7 @@ def _answer(
         with prints_to_stderr():
             found = run_eval(models, settings, out=out, insecure=insecure, report=progress.show)
     if as_json:
-        print_json(evaluation_json(found))
+        print_json({"results": [asdict(one) for one in found]})
     else:
         for line in describe(found, settings.config, width=shutil.get_terminal_size().columns, out=out):
             typer.echo(visible(line))

@@ -127,11 +127,6 @@ def run_eval(
     return found
 
 
-def evaluation_json(found: Sequence[Evaluated]) -> dict[str, Any]:
-    """Return the results ``found`` as plain data: the fields of each ``Evaluated``."""
-    return {"results": [asdict(one) for one in found]}
-
-
 def describe(found: Sequence[Evaluated], config: Config, *, width: int, out: Path | None = None) -> list[str]:
     """Return lines of text that show the results ``found``. ``width`` is the number of columns of the terminal.
 
@@ -480,19 +475,20 @@ def _apply(raw: dict[str, Any], options: EvalOptions) -> None:
             own["temperature"] = own.get("temperature") or sampled
     evaluation["sets"] = sets
     resolve(raw)
-    reward = raw["reward"]["type"] if "reward.type" in options.values else None
-    if reward is not None and "model" not in (reward, *raw["reward"].get("extra", ())):
+    if "reward.type" not in options.values:
+        return
+    reward = raw["reward"]["type"]
+    used = (reward, *raw["reward"].get("extra", ()))
+    if "model" not in used:
         # No reward asks the run's reward model any more.
         raw.get("scorer", {}).pop(raw["reward"].pop("model", None), None)
-    if reward is not None and "judge" not in (reward, *raw["reward"].get("extra", ())):
+    if "judge" not in used:
         raw["reward"].pop("judge", None)
-    if reward is not None and not any(
-        name in REWARD_TYPES and REWARD_TYPES[name].has_format for name in (reward, *raw["reward"].get("extra", ()))
-    ):
+    if not any(name in REWARD_TYPES and REWARD_TYPES[name].has_format for name in used):
         # No reward reads any more how the run compares answers.
         for key in ("equality", "require_format", "format"):
             raw["reward"].pop(key, None)
-    if reward is not None and is_code_name(reward):
+    if is_code_name(reward):
         # Naming code on the command line allows it.
         generator = raw.setdefault("generator", {})
         generator["allow_code"] = [*generator.get("allow_code", ()), reward.rpartition(":")[0]]

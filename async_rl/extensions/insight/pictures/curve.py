@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 _COLUMNS, _FIRST_ROW = 3, 1.6
 """Panels side by side; height of those that say whether the run learns, who waits and how old its data is."""
 _KEYS = ("version", *(key for key, shown in SHOWN.items() if shown.panel))
@@ -253,7 +253,7 @@ def _draw_panel(axes: Axes, title: str, rows: Sequence[Row]) -> None:
     panel, top = PANELS[title], 0.0
     unit = textwrap.fill(unit_of(title), 28)
     axes.set_ylabel(f"{textwrap.fill(title, 20)}\n({unit})" if unit else title)
-    for (key, label), color in zip(_curves(rows, title).items(), itertools.cycle(_COLORS)):
+    for (key, label), color in zip(_curves(rows, title).items(), itertools.cycle(COLORS)):
         values = _series(rows, key)[1]
         peak, limit = max(*values, *_series(rows, f"{key}/max")[1], 0.0), 2 * float(np.percentile(values, _HIGH))
         is_cut = panel.low is not None and panel.high is None and peak > limit > 0

@@ -24,7 +24,7 @@ from async_rl.run.config_changes import read_changes
 from async_rl.run.directory import RunDir
 from async_rl.run.figures.progress import is_step_row, who_waits
 from async_rl.run.lock import holder_of
-from async_rl.run.records.metric_table import METRIC_KEYS, PANELS, SHOWN, curves, meaning, unit_of
+from async_rl.run.records.metric_table import PANELS, SHOWN, curves, unit_of
 from async_rl.run.records.starts import first_steps, read_origin, warm_steps
 from async_rl.run.records.step_log import Row, eval_figures, iter_metrics, mean_of
 
@@ -258,11 +258,6 @@ def compact(value: float) -> str:
             return f"{value:.3g}{unit}"
         value /= 1000
     return f"{value:.3g}T"
-
-
-def descriptions(keys: Iterable[str]) -> dict[str, str]:
-    """Return the meaning of those metrics that are documented under their own name."""
-    return {key: meaning(key) for key in keys if key in METRIC_KEYS}
 
 
 def panels() -> list[Plain]:

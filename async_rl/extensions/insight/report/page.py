@@ -18,9 +18,10 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from async_rl import __version__
-from async_rl.extensions.insight.report.figures import Plain, descriptions, panels
+from async_rl.extensions.insight.report.figures import Plain, panels
 from async_rl.launch.status import ledger_rows
 from async_rl.run.figures.progress import duration
+from async_rl.run.records.metric_table import METRIC_KEYS, meaning
 from async_rl.terminal import visible_values
 
 _SECTIONS = {
@@ -70,7 +71,7 @@ def render(
     shown = visible_values([{**{key: run[key] for key in _IN_TEMPLATE}, **_static(run)} for run in runs])
     of_script = {
         "runs": [{key: run[key] for key in _IN_SCRIPT} for run in runs], "panels": panels(),
-        "descriptions": descriptions(keys),
+        "descriptions": {key: meaning(key) for key in keys if key in METRIC_KEYS},  # documented under their own name
         "rollouts": list(rollouts), "served": is_served,
     }  # fmt: skip
     settings = _settings(shown)
