@@ -70,12 +70,6 @@ _HOW_TO_EVALUATE = """
 # [eval]
 # every = 25
 """
-_GIVEN_ROWS = (
-    ({"chosen", "rejected"}, "pairs of preferences", "`async-rl dpo` and `async-rl rm`"),
-    ({"completion", "label"}, "answers with a label", '`async-rl dpo` with dpo.loss = "kto"'),
-    ({"prompt", "response"}, "prompts with an answer to imitate", "`async-rl sft`"),
-)
-"""Columns by which data for other commands are known, what the rows are, and which commands train on them."""
 _COMPARES_ANSWERS = r"""    known = str(item.reward_data["gt_answer"]).rpartition("####")[2].replace(",", "").strip()
     text = item.text.replace(",", "")
     numbers = re.findall(NUMBER, text)
@@ -183,17 +177,6 @@ class Plan:
     machines: Machines | None
     max_new_tokens: int | None
     name: str
-
-
-def note_on_given_rows(data: str, columns: Columns) -> str:
-    """Return a note if the rows are those of a command that needs no reward; else an empty text."""
-    for names, rows, commands in _GIVEN_ROWS:
-        if names.issubset(columns.names) and columns.answer in {None, *names} and not columns.has_tests:
-            return (
-                f"note: the rows of {data} seem to be {rows}. {commands} can train on them without a reward "
-                f"(docs/trainings.md); the config of init is for reinforcement learning, which reads the prompts only"
-            )
-    return ""
 
 
 def reward_source(plan: Plan) -> str:
@@ -456,8 +439,6 @@ def _ask(config: Path, given: Given) -> tuple[Plan, Columns]:
         asks, given.data, "--data", "Training data (a file, a directory, or a Hugging Face id)",
         lambda text: (text, look_at(text)),
     )  # fmt: skip
-    if note := note_on_given_rows(data, columns):
-        typer.echo(visible(note), err=True)
     if asks:
         width = shutil.get_terminal_size().columns
         typer.echo("\n".join(["the first row:", *map(visible, shown_row(columns.first_row, width=width))]), err=True)

@@ -116,28 +116,21 @@ def test_prompts_get_what_the_stated_length_of_answers_leaves_of_the_context(cap
 
 
 @pytest.mark.parametrize(
-    ("row", "reward", "note"),
+    ("row", "reward"),
     [
-        ({"prompt": "Add.", "test_cases": {"inputs": ["1 2"], "outputs": ["3"]}}, "code", ""),
-        ({"question": "q", "answer": "2 + 2 = 4\n#### 4"}, "reward.py:score", ""),
-        ({"question": "q", "answer": "so it is \\boxed{4}"}, "reward.py:score", ""),
-        ({"question": "q", "answer": "two lines:\n4"}, "reward.py:score", ""),
-        ({"prompt": "q", "chosen": "a", "rejected": "b"}, "reward.py:score", "`async-rl dpo` and `async-rl rm`"),
-        ({"prompt": "q", "completion": "a", "label": True}, "boxed", '`async-rl dpo` with dpo.loss = "kto"'),
-        ({"prompt": "q", "response": "a"}, "reward.py:score", "`async-rl sft`"),
-        ({"prompt": "q", "response": "a", "gt_answer": "a"}, "boxed", ""),
+        ({"prompt": "Add.", "test_cases": {"inputs": ["1 2"], "outputs": ["3"]}}, "code"),
+        ({"question": "q", "answer": "2 + 2 = 4\n#### 4"}, "reward.py:score"),
+        ({"question": "q", "answer": "so it is \\boxed{4}"}, "reward.py:score"),
+        ({"question": "q", "answer": "two lines:\n4"}, "reward.py:score"),
+        ({"prompt": "q", "response": "a"}, "reward.py:score"),
+        ({"prompt": "q", "response": "a", "gt_answer": "a"}, "boxed"),
     ],
 )
-def test_the_reward_follows_from_the_rows_and_rows_of_another_command_get_a_note(
-    row: dict[str, object], reward: str, note: str, capsys: pytest.CaptureFixture[str]
-):
+def test_the_reward_follows_from_the_rows(row: dict[str, object], reward: str, capsys: pytest.CaptureFixture[str]):
     Path("rows.jsonl").write_text(json.dumps(row) + "\n")
     rows = ("--model", "m", "--data", "rows.jsonl", "--gpus", "0")
     init(*rows)
     assert load_config("run.toml").reward.type == reward
-    said = capsys.readouterr().err
-    assert note in said
-    assert ("note: the rows of rows.jsonl" in said) == bool(note)
     if "answer" in row:  # whole solutions
         init("two.toml", *rows, "--reward", "boxed")
         assert "seems to have whole solutions" in capsys.readouterr().err
