@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zipfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -12,9 +12,6 @@ from async_rl.cli.options import ConfigPath, Overrides, Quiet
 from async_rl.errors import RunError
 from async_rl.output import Progress, size_text
 from async_rl.terminal import visible
-
-if TYPE_CHECKING:
-    from async_rl.extensions.ops.slurm.jobs import Scripts
 
 slurm_command = typer.Typer(rich_markup_mode=None)
 bundle_command = typer.Typer(rich_markup_mode=None)
@@ -96,19 +93,15 @@ def slurm(
     words = [str(config), *(word for override in overrides or [] for word in ("--set", override))]
     scripts = jobs.write_scripts(resolved, words, options)
     if submit:
-        _submit(scripts)
+        submitted = scripts.submit()
+        names = dict(zip(("queue server and learner", "generators"), submitted))
+        typer.echo("submitted: " + ", ".join(f"{name} as job {job}" for name, job in names.items()))
+        typer.echo(visible(f"logs: {scripts.learner.parent}"))
+        typer.echo(f"to save and stop: scancel {' '.join(submitted)}; submit again to go on")
         return
     for path in scripts.paths:
         typer.echo(visible(f"# {path}\n{path.read_text(encoding='utf-8')}"))
     typer.echo(visible(f"# to submit:\n{scripts.commands}"))
-
-
-def _submit(scripts: Scripts) -> None:
-    submitted = scripts.submit()
-    names = dict(zip(("queue server and learner", "generators"), submitted))
-    typer.echo("submitted: " + ", ".join(f"{name} as job {job}" for name, job in names.items()))
-    typer.echo(visible(f"logs: {scripts.learner.parent}"))
-    typer.echo(f"to save and stop: scancel {' '.join(submitted)}; submit again to go on")
 
 
 @bundle_command.command("bundle", short_help="Pack what debugging a run needs, without data and keys.")
