@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -107,22 +107,18 @@ def evaluate(
     }  # fmt: skip
     values = {key: value for key, value in given.items() if value is not None}
     if compare:
-        has_options = bool(values or datasets or overrides or config or out or insecure)
-        _compare([Path(model) for model in models], has_options=has_options, as_json=as_json)
+        if values or datasets or overrides or config or out or insecure:
+            raise ConfigError(
+                "async-rl eval --compare: expected only directories, got other options too; leave the other options "
+                "out, because --compare only reads results"
+            )
+        _compare([Path(model) for model in models], as_json=as_json)
         return
-    _answer(models, datasets or [], config, overrides or [], values, out, as_json, insecure, quiet)
-
-
-def _answer(
-    models: list[str], datasets: list[str], config: Path | None, overrides: list[str], values: dict[str, Any],
-    out: Path | None, as_json: bool, insecure: bool, quiet: bool,
-) -> None:  # fmt: skip
-    """Let ``models`` answer the data sets and print the result. ``values`` are config keys with those of options."""
     with Progress(quiet=quiet) as progress:
         progress.show("loading PyTorch")
         from async_rl.extensions.insight.evaluation.offline import EvalOptions, describe, eval_settings, run_eval
 
-        options = EvalOptions(tuple(datasets), config, tuple(overrides), values)
+        options = EvalOptions(tuple(datasets or ()), config, tuple(overrides or ()), values)
         settings = eval_settings(models, options)
         for note in settings.notes:
             progress.note(note)
@@ -135,14 +131,9 @@ def _answer(
             typer.echo(visible(line))
 
 
-def _compare(paths: list[Path], *, has_options: bool, as_json: bool) -> None:
+def _compare(paths: list[Path], *, as_json: bool) -> None:
     from async_rl.extensions.insight.evaluation.table import compare, compare_json
 
-    if has_options:
-        raise ConfigError(
-            "async-rl eval --compare: expected only directories, got other options too; leave the "
-            "other options out, because --compare only reads results"
-        )
     if as_json:
         print_json(compare_json(paths))
         return

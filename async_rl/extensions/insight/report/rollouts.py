@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -87,32 +87,32 @@ def read_index(run_dir: RunDir) -> tuple[Index, list[Chunk]]:
     # A resumed run keeps the texts of later steps until it trains them again; its summaries end where it is.
     recorded = {step: path for _, step, path in step_files(run_dir.rollouts)}
     for step in sorted(summaries):
-        places: dict[tuple[int, int], tuple[int, int]] = {}
-        found = _brief(recorded[step], _FIELDS) if step in recorded else ()
-        for number, record in enumerate(found):
-            if number % CHUNK_ROLLOUTS == 0:
-                chunks.append(_chunk(recorded[step], step, number, len(found), _FIELDS))
-            places[record["position"], record["index"]] = len(chunks) - 1, number % CHUNK_ROLLOUTS
+        found = _added(chunks, recorded[step], step, _FIELDS) if step in recorded else ()
+        places = {(record["position"], record["index"]): place for record, place in found}
         _add_summary(index, summaries[step], places)
     for name, step, path in step_files(run_dir.eval):
         _add_answers(index, chunks, name, step, path)
     return index, chunks
 
 
-def _chunk(path: Path, step: int, start: int, count: int, fields: frozenset[str]) -> Chunk:
-    return Chunk(path, step, start, min(start + CHUNK_ROLLOUTS, count), fields)
+def _added(
+    chunks: list[Chunk], path: Path, step: int, fields: frozenset[str]
+) -> Iterator[tuple[Plain, tuple[int, int]]]:
+    """Add the chunks of a file to ``chunks``. Yield its records without texts, each with its chunk and place there."""
+    records, first = _brief(path, fields), len(chunks)
+    for start in range(0, len(records), CHUNK_ROLLOUTS):
+        chunks.append(Chunk(path, step, start, min(start + CHUNK_ROLLOUTS, len(records)), fields))
+    for number, record in enumerate(records):
+        yield record, (first + number // CHUNK_ROLLOUTS, number % CHUNK_ROLLOUTS)
 
 
 def _add_answers(index: Index, chunks: list[Chunk], name: str, step: int, path: Path) -> None:
     """Add the answers of one evaluation of the set ``name``."""
-    answers = _brief(path, _ANSWER_FIELDS)
-    for number, record in enumerate(answers):
-        if number % CHUNK_ROLLOUTS == 0:
-            chunks.append(_chunk(path, step, number, len(answers), _ANSWER_FIELDS))
+    for record, (chunk, slot) in _added(chunks, path, step, _ANSWER_FIELDS):
         index.add(
             step=step, position=record["row"], index=record["index"] or 0, row=record["row"],
             reward=short(record["reward"]), accuracy=short(record["accuracy"]), tokens=record["num_tokens"], stale=None,
-            finish=record["finish_reason"], cause="", chunk=len(chunks) - 1, slot=number % CHUNK_ROLLOUTS, set=name,
+            finish=record["finish_reason"], cause="", chunk=chunk, slot=slot, set=name,
         )  # fmt: skip
 
 
