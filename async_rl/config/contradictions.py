@@ -65,10 +65,12 @@ def changed_key(section: Section) -> str | None:
 
 
 def value_of(settings: Section, key: str) -> Any:
-    """Return the value of ``key``, whose name has a dot before each part, as in ``loss.best_k``."""
+    """Return the value of ``key``, whose name has a dot before each part, as in ``loss.best_k``; None if a table of
+    free keys has none.
+    """
     value: Any = settings
     for part in key.split("."):
-        value = value[part] if isinstance(value, dict) else getattr(value, part)
+        value = value.get(part) if isinstance(value, dict) else getattr(value, part)
     return value
 
 
