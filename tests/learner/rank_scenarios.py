@@ -286,7 +286,8 @@ def batch_for(step: int) -> list[Any]:
 
 def plain_stats(stats: UpdateStats) -> dict[str, Any]:
     """For JSON."""
-    return asdict(replace(stats, by_lag=np.zeros(0), tokens={})) | {"by_lag": stats.by_lag.tolist()}
+    arrays = {"by_lag": stats.by_lag.tolist(), "expert_load": stats.expert_load.tolist()}
+    return asdict(replace(stats, tokens={})) | arrays
 
 
 class CountedGathers(TorchDispatchMode):
