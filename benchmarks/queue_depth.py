@@ -82,13 +82,13 @@ def cost_us(num_queued: int, journal_dir: Path, *, num_steps: int = 30) -> float
         journal, changes = Journal(Path(name)), Changes()
         rows = [Row(({"role": "user", "content": str(i)},), {"gt_answer": str(i)}) for i in range(_NUM_ROWS)]
         tokens = tokens_for(_SIZE_BYTES)
-        any_config = parse_config(
-            {"run": {"dir": "none"}, "model": {"path": "none"}, "data": {"train": "none.jsonl"}}, "benchmark"
-        )
+        bounds = {"max_staleness": _MAX_STALENESS, "max_bytes": 16 << 30, "lease_timeout_s": 3600.0}
+        raw = {"run": {"dir": "none"}, "model": {"path": "none"}, "data": {"train": "none.jsonl"}, "queue": bounds}
+        any_config = parse_config(raw, "benchmark")
         settings = replace(
             QueueSettings.from_config(any_config, vocab_size=None),
-            group_size=GROUP_SIZE, groups_per_step=GROUPS_PER_STEP, max_staleness=_MAX_STALENESS, run_ahead="bound",
-            sampling=Sampling(1.0, 1.0, 0, tokens, PROMPT_TOKENS, ()), max_bytes=16 << 30, lease_timeout_s=3600.0,
+            group_size=GROUP_SIZE, groups_per_step=GROUPS_PER_STEP, run_ahead="bound",
+            sampling=Sampling(1.0, 1.0, 0, tokens, PROMPT_TOKENS, ()),
         )  # fmt: skip
         state = QueueState(settings, rows, PromptStream(_NUM_ROWS, seed=0), payloads=journal, changes=changes)
         learner_requests.attach(state, _LINEAGE, "", 0, 0, 10_000_000, None, time.monotonic())

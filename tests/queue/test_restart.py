@@ -123,7 +123,7 @@ def test_a_generator_gets_no_welcome_of_a_learner_that_has_ended(servers, tmp_pa
     second = servers.start(config, "--run-id", "run")
     generator = servers.generator(second.address)
     with pytest.raises(QueueError, match="waits for a learner to attach"):
-        generator.hello(0.5, "fake")
+        generator.hello(3.0, "fake")
     attach(servers.learner(second.address), "line-b", parent_lineage="line-a")
     generator.hello(10.0, "fake")
 

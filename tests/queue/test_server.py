@@ -82,7 +82,7 @@ def test_hello_says_whether_nobody_answered_or_no_learner_is_there(servers, tmp_
             servers.generator(f"tcp://127.0.0.1:{free.getsockname()[1]}").hello(0.3, "fake")
     server = servers.start(make_config(str(tmp_path / "run")))
     with pytest.raises(QueueError, match="no learner attached"):
-        servers.generator(server.address, "g1").hello(1.0, "fake")
+        servers.generator(server.address, "g1").hello(3.0, "fake")
 
 
 def test_a_begun_take_is_answered_while_other_requests_are_made(servers, tmp_path):

@@ -236,5 +236,5 @@ def test_what_a_device_or_a_machine_lacks_is_refused_by_name(directory: Path, mo
 
 
 def test_a_quantised_base_needs_adapters(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"expected lora\.rank to be set"):
+    with pytest.raises(ConfigError, match=r"lora\.base_bits: expected no value without lora\.rank"):
         tiny_config(tmp_path, "model", lora={"base_bits": 4})
