@@ -16,7 +16,7 @@ from async_rl.data.template_forms import forms_of
 from async_rl.errors import DataError, ModelError
 from async_rl.extensions.agents.front.chat import ChatRenderer, prompt_of, read_chat
 from async_rl.extensions.agents.front.conversations import Conversations
-from async_rl.extensions.agents.front.requests import Manners, RefusedError
+from async_rl.extensions.agents.front.requests import RefusedError, RequestRules
 from async_rl.extensions.offline.rows import RowEncoder
 from async_rl.generator.environment_rollouts import TokenizerText
 from tests.data.public_templates import names, template, tokenizer_of
@@ -199,6 +199,6 @@ def test_every_renderer_refuses_a_lost_message(directory: Path):
         with pytest.raises(DataError, match=rf"row: .*{match}"):
             encoder.encode_turns(0, [], turns, "row")
     renderer = ChatRenderer(tokenizer, {})
-    wanted = read_chat({"messages": list(chat)}, Manners("tiny"), print)
+    wanted = read_chat({"messages": list(chat)}, RequestRules("tiny"), print)
     with pytest.raises(RefusedError, match=r"does not render \{'role': 'function'"):
         prompt_of(Conversations(renderer), wanted, renderer, print)

@@ -10,7 +10,7 @@ from pathlib import Path
 from async_rl.config.config import Config
 from async_rl.data.chat import has_tokenizer, vocabulary_size
 from async_rl.extensions.agents.front.process import Front
-from async_rl.extensions.agents.front.requests import Manners
+from async_rl.extensions.agents.front.requests import RequestRules
 from async_rl.extensions.agents.outside_programs import OutsidePrograms
 from async_rl.extensions.agents.programs.isolation import warning
 from async_rl.extensions.agents.programs.pool import agent_pool
@@ -28,8 +28,8 @@ def open_front(config: Config, tokenizer: Path | None) -> Front:
     sampling = config.sampling
     longest = sampling.max_prompt_tokens + sampling.max_new_tokens
     settings = config.environment
-    manners = Manners(Path(config.model.path).name, frozenset(settings.untrained_models), settings.other_settings)
-    return Front(manners, longest, tokenizer, config.data.template_arguments)
+    rules = RequestRules(Path(config.model.path).name, frozenset(settings.untrained_models), settings.other_settings)
+    return Front(rules, longest, tokenizer, config.data.template_arguments)
 
 
 @contextmanager

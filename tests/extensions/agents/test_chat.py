@@ -22,7 +22,7 @@ from async_rl.extensions.agents.front.conversations import Conversations
 from async_rl.extensions.agents.front.demands import TRIES
 from async_rl.extensions.agents.front.messages import Answered, Call, Reply
 from async_rl.extensions.agents.front.process import Front
-from async_rl.extensions.agents.front.requests import NEUTRAL, SAMPLED, Manners, RefusedError, check_fields
+from async_rl.extensions.agents.front.requests import NEUTRAL, SAMPLED, RefusedError, RequestRules, check_fields
 from async_rl.extensions.agents.transcript import Transcript
 from tests.data.public_templates import tokenizer_of
 from tests.extensions.agents.test_conversations import ASKED, CALL, MORE, RESULT, TOOLS
@@ -39,7 +39,7 @@ class Server:
     def __init__(self, directory: Path) -> None:
         self.tokenizer = tokenizer_of("qwen3")
         self.tokenizer.save_pretrained(directory)
-        self.front = Front(Manners("tiny", frozenset({"gpt-4o"})), 4096, directory)
+        self.front = Front(RequestRules("tiny", frozenset({"gpt-4o"})), 4096, directory)
         self.front.open(["k", "short"])
         self.front.close_session("short", "ended")
         self.script: list[str] = []
@@ -70,18 +70,6 @@ class Server:
         self._is_closing.set()
         self._thread.join()
         self.front.close()
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with closing(Server(tmp_path_factory.mktemp("tokenizer"))) as server:
-        yield server
-
-
-@pytest.fixture
-def server(shared: Server) -> Server:
-    shared.calls, shared.script = [], []
-    return shared
 
 
 @pytest.fixture
@@ -241,7 +229,7 @@ def test_a_chat_sets_variables_of_its_template_and_hears_of_those_that_it_does_n
 
     def prompt(**fields: Any) -> tuple[str, list[str]]:
         found: list[str] = []
-        wanted = read_chat({"messages": [ASKED], **fields}, Manners("tiny"), lambda name, _: found.append(name))
+        wanted = read_chat({"messages": [ASKED], **fields}, RequestRules("tiny"), lambda name, _: found.append(name))
         asked = prompt_of(Conversations(renderer), wanted, renderer, lambda name, _: found.append(name))
         return server.tokenizer.decode(asked.token_ids), found
 
@@ -287,7 +275,7 @@ def test_the_model_s_name_decides_whether_a_call_is_trained(server: Server, clie
 
 def test_what_is_wrong_in_an_agent_s_calls_is_logged_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     extra = {"a_typo": 3, "cache_salt": "s", "echo": True}  # the second is harmless
-    with closing(Front(Manners("tiny"), 64, tmp_path)) as front:
+    with closing(Front(RequestRules("tiny"), 64, tmp_path)) as front:
         front.open(["k"])
         with openai.OpenAI(base_url=f"{front.url}/s/k/v1", api_key="any", max_retries=0) as client:
             for _ in range(2):
@@ -306,7 +294,7 @@ def test_the_client_repeats_no_call_of_a_session_that_has_ended(server: Server):
 
 
 def test_a_generator_without_a_tokenizer_says_that_it_takes_no_chats():
-    with closing(Front(Manners("tiny"), 64)) as front:
+    with closing(Front(RequestRules("tiny"), 64)) as front:
         front.open(["k"])
         client = openai.OpenAI(base_url=f"{front.url}/s/k/v1", api_key="any", max_retries=0)
         with client, pytest.raises(openai.InternalServerError, match="need a tokenizer with a chat template"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from contextlib import closing
 from http.client import HTTPConnection
 from typing import Any
@@ -16,7 +15,7 @@ from async_rl.extensions.agents.front.anthropic_messages import MESSAGES
 from async_rl.extensions.agents.front.chat import read_chat
 from async_rl.extensions.agents.front.dialects import Dialect
 from async_rl.extensions.agents.front.openai_responses import RESPONSES
-from async_rl.extensions.agents.front.requests import Manners
+from async_rl.extensions.agents.front.requests import RequestRules
 from tests.extensions.agents.test_chat import DEADLINE_S, Server
 from tests.extensions.agents.test_conversations import CALL, TOOLS
 
@@ -50,18 +49,6 @@ CODEX = {
     ],
 }  # fmt: skip
 """The same of Codex 0.171."""
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with closing(Server(tmp_path_factory.mktemp("tokenizer"))) as server:
-        yield server
-
-
-@pytest.fixture
-def server(shared: Server) -> Server:
-    shared.calls, shared.script = [], []
-    return shared
 
 
 def post(server: Server, path: str, body: Any, key: str = "k") -> tuple[int, Any]:
@@ -167,7 +154,7 @@ def test_a_conversation_in_responses_goes_on_from_the_sampled_ids(server: Server
 def test_what_has_no_effect_is_named(dialect: Dialect, body: Any, tools: Any, prompt: Any, expected: list[str]):
     noted: set[str] = set()
     chat = dialect.chat(body, lambda name, value: noted.add(name))
-    read_chat(chat, Manners("tiny"), lambda name, value: noted.add(name))
+    read_chat(chat, RequestRules("tiny"), lambda name, value: noted.add(name))
     assert sorted(noted) == expected
     assert [tool["function"]["name"] for tool in chat["tools"]] == tools
     assert chat["tools"][0] == {"type": "function", "function": FUNCTION}

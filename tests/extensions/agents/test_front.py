@@ -18,7 +18,7 @@ import pytest
 from async_rl.extensions.agents.front.chat import ChatRequest, read_chat
 from async_rl.extensions.agents.front.messages import Call, Delivered, Gone, Open, Reply, ToGenerator, pack
 from async_rl.extensions.agents.front.process import Front, FrontLost
-from async_rl.extensions.agents.front.requests import Manners, RefusedError
+from async_rl.extensions.agents.front.requests import RefusedError, RequestRules
 from async_rl.extensions.agents.front.server import Calls, Pace, application
 from tests.extensions.agents.programs import Request, generate
 
@@ -27,7 +27,7 @@ DEADLINE_S = 60.0
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Front]:
-    with closing(Front(Manners("tiny"), 128)) as front:
+    with closing(Front(RequestRules("tiny"), 128)) as front:
         yield front
 
 
@@ -197,8 +197,8 @@ def test_a_hundred_megabytes_are_refused_before_they_are_read(front: Front):
 def test_the_long_texts_of_a_session_keep_no_other_one_waiting(monkeypatch: pytest.MonkeyPatch):
     tokenised, received = threading.Event(), Counter[str]()
 
-    def receive(body: dict[str, Any], manners: Manners, note: Any) -> ChatRequest:
-        found = read_chat(body, manners, note)
+    def receive(body: dict[str, Any], rules: RequestRules, note: Any) -> ChatRequest:
+        found = read_chat(body, rules, note)
         received[found.messages[0]["content"]] += 1
         return found
 
@@ -214,7 +214,7 @@ def test_the_long_texts_of_a_session_keep_no_other_one_waiting(monkeypatch: pyte
         ours.sendall(pack(Open(["busy", "other"])))
         loaded: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         loaded.set_result(None)
-        app = httpx.ASGITransport(application(calls, Manners("tiny"), 64, loaded))
+        app = httpx.ASGITransport(application(calls, RequestRules("tiny"), 64, loaded))
         async with httpx.AsyncClient(transport=app, base_url="http://front", timeout=DEADLINE_S) as client:
 
             async def post(key: str, text: str) -> str:

@@ -15,7 +15,7 @@ import pytest
 
 from async_rl.config.generator import EnvironmentConfig
 from async_rl.extensions.agents.front.process import Front
-from async_rl.extensions.agents.front.requests import Manners
+from async_rl.extensions.agents.front.requests import RequestRules
 from async_rl.extensions.agents.outside_programs import OutsidePrograms
 from async_rl.net.keys import ClientKeys, ServerKeys, make_keys
 from async_rl.process.family import marked_with
@@ -45,7 +45,7 @@ class World(Turns[ScriptedBackend]):
         self, stack: ExitStack, address: str, keys: ClientKeys | None, clock: Callable[[], float], **config: Any
     ) -> None:
         settings = EnvironmentConfig(relay=address, **config)
-        front = stack.enter_context(closing(Front(Manners("tiny"), 72)))
+        front = stack.enter_context(closing(Front(RequestRules("tiny"), 72)))
         front.join(address, keys)
         super().__init__(ScriptedBackend(script), OutsidePrograms(front), front, settings, clock=clock)
 

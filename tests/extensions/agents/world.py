@@ -11,7 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from async_rl.config.generator import EnvironmentConfig
 from async_rl.environments.pool import EnvironmentPool
 from async_rl.extensions.agents.front.process import Front
-from async_rl.extensions.agents.front.requests import Manners
+from async_rl.extensions.agents.front.requests import RequestRules
 from async_rl.extensions.agents.outside_programs import OutsidePrograms
 from async_rl.extensions.agents.programs.pool import code_pool, program_pool
 from async_rl.extensions.agents.rollouts import AgentRollouts, Engine
@@ -153,7 +153,9 @@ class World(Turns[EngineT]):
         named = {} if {"command", "name"} & config.keys() else {"name": f"{path}:run"}
         settings = EnvironmentConfig(**named, **config)  # type: ignore[arg-type]
         self.said = directory / "said"
-        front = stack.enter_context(closing(Front(Manners("tiny", frozenset({"judge"})), max_model_len, tokenizer)))
+        front = stack.enter_context(
+            closing(Front(RequestRules("tiny", frozenset({"judge"})), max_model_len, tokenizer))
+        )
         allowed = [settings.name.partition(":")[0]]
         pool = program_pool(settings) if settings.program else code_pool(settings, allowed, None)
         self.pool = stack.enter_context(closing(pool))

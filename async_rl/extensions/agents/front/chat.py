@@ -30,9 +30,9 @@ from async_rl.extensions.agents.front.messages import Call, Reply, Said
 from async_rl.extensions.agents.front.requests import (
     OF_CHATS,
     VARIABLES,
-    Manners,
     Note,
     RefusedError,
+    RequestRules,
     check_fields,
     count_of,
     flag_of,
@@ -151,7 +151,7 @@ def load_renderer(directory: str, arguments: Mapping[str, Any]) -> ChatRenderer:
         raise RefusedError(501, f"{_NO_TOKENIZER} ({error})", "no_chat_template") from None
 
 
-def read_chat(raw: dict[str, Any], manners: Manners, note: Note) -> ChatRequest:
+def read_chat(raw: dict[str, Any], rules: RequestRules, note: Note) -> ChatRequest:
     """Read the body of a request. ``note`` gets the fields that have no effect.
 
     Raises:
@@ -162,7 +162,7 @@ def read_chat(raw: dict[str, Any], manners: Manners, note: Note) -> ChatRequest:
         raise RefusedError(400, "messages: expected a list of objects with a role", "invalid_request", "messages")
     if tools is not None and not (isinstance(tools, list) and all(isinstance(one, dict) for one in tools)):
         raise RefusedError(400, "tools: expected a list of objects", "invalid_request", "tools")
-    refuses = manners.other_settings == "refuse"
+    refuses = rules.other_settings == "refuse"
     check_fields(raw, OF_CHATS if refuses else OF_CHATS | FIELDS, note, refuses=refuses)
     demand = demand_of(raw)
     n = count_of(raw, "n") or 1
@@ -171,7 +171,7 @@ def read_chat(raw: dict[str, Any], manners: Manners, note: Note) -> ChatRequest:
     longest = [count for name in ("max_tokens", "max_completion_tokens") if (count := count_of(raw, name)) is not None]
     return ChatRequest(
         messages=messages, tools=None if raw.get("tool_choice") == "none" else tools, n=n,
-        max_tokens=min(longest, default=None), raw=raw, is_trained=manners.is_trained(raw) and demand is None,
+        max_tokens=min(longest, default=None), raw=raw, is_trained=rules.is_trained(raw) and demand is None,
         is_answer=flag_of(raw, "is_answer"), demand=demand,
     )  # fmt: skip
 

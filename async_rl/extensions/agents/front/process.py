@@ -32,7 +32,7 @@ from async_rl.extensions.agents.front.messages import (
     pack,
     take_for_generator,
 )
-from async_rl.extensions.agents.front.requests import Manners
+from async_rl.extensions.agents.front.requests import RequestRules
 from async_rl.extensions.agents.relay.loopback import BACKLOG, require_packages
 from async_rl.net.keys import ClientKeys
 from async_rl.process.helper import Channel, Helper
@@ -52,7 +52,7 @@ class Front:
     """The HTTP front of one generator. No method waits.
 
     Args:
-        manners: how requests are taken.
+        rules: how requests are taken.
         tokenizer: a directory with the files of a tokenizer, for chats. None: there are none.
         template_arguments: further variables of the chat template.
         max_model_len: the longest sequence, in tokens.
@@ -62,12 +62,12 @@ class Front:
     """
 
     def __init__(
-        self, manners: Manners, max_model_len: int, tokenizer: Path | None = None,
+        self, rules: RequestRules, max_model_len: int, tokenizer: Path | None = None,
         template_arguments: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         require_packages("generator.serve")
         self._settings: dict[str, Any] = {
-            "manners": to_builtins(manners), "max_model_len": max_model_len,
+            "rules": to_builtins(rules), "max_model_len": max_model_len,
             "tokenizer": "" if tokenizer is None else str(tokenizer), "template_arguments": dict(template_arguments),
         }  # fmt: skip
         self._keys: set[str] = set()

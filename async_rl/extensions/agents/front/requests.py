@@ -88,7 +88,7 @@ class GenerateRequest(msgspec.Struct):
 
 
 @dataclass(frozen=True)
-class Manners:
+class RequestRules:
     """How requests are taken.
 
     Attributes:
@@ -161,7 +161,7 @@ def check_fields(fields: Mapping[str, Any], read: frozenset[str], note: Note, *,
             raise RefusedError(400, text, "unsupported", name)
 
 
-def read_generate(body: bytes, manners: Manners, note: Note) -> Call:
+def read_generate(body: bytes, rules: RequestRules, note: Note) -> Call:
     """Read the body of ``POST /inference/v1/generate``. The call has no number and no key yet.
 
     ``note`` gets the fields that have no effect.
@@ -184,8 +184,8 @@ def read_generate(body: bytes, manners: Manners, note: Note) -> Call:
         raise RefusedError(400, f"{name}: can't be had here; leave it out", "unsupported", name)
     params = wanted.sampling_params
     check_fields(raw, _OF_GENERATE | _OF_ALL, note)
-    check_fields(params, _OF_SAMPLING, note, refuses=manners.other_settings == "refuse")
-    kind = {"is_trained": manners.is_trained(raw), "is_answer": flag_of(raw, "is_answer")}
+    check_fields(params, _OF_SAMPLING, note, refuses=rules.other_settings == "refuse")
+    kind = {"is_trained": rules.is_trained(raw), "is_answer": flag_of(raw, "is_answer")}
     return Call(0, "", token_ids.tobytes(), max_tokens=count_of(params, "max_tokens"), **kind, **wishes(params))
 
 

@@ -76,8 +76,8 @@ from async_rl.extensions.agents.front.remote_programs import RemotePrograms
 from async_rl.extensions.agents.front.requests import (
     POLICY,
     FinishRequest,
-    Manners,
     RefusedError,
+    RequestRules,
     generate_answer,
     read_generate,
     read_json,
@@ -261,10 +261,10 @@ class Endpoints:
     """The HTTP endpoints of one generator."""
 
     def __init__(
-        self, calls: Calls, manners: Manners, max_model_len: int, renderer: asyncio.Future[ChatRenderer]
+        self, calls: Calls, rules: RequestRules, max_model_len: int, renderer: asyncio.Future[ChatRenderer]
     ) -> None:
         """``renderer`` may still be loading."""
-        self._calls, self._manners, self._max_model_len, self._renderer = calls, manners, max_model_len, renderer
+        self._calls, self._manners, self._max_model_len, self._renderer = calls, rules, max_model_len, renderer
         self._conversations: dict[str, tuple[Conversations, asyncio.Lock]] = {}
         self._pace = Pace()
         self._noted: set[str] = set()
@@ -436,10 +436,10 @@ async def _nobody(request: Request, error: Exception) -> Response:
 
 
 def application(
-    calls: Calls, manners: Manners, max_model_len: int, renderer: asyncio.Future[ChatRenderer]
+    calls: Calls, rules: RequestRules, max_model_len: int, renderer: asyncio.Future[ChatRenderer]
 ) -> Starlette:
     """Return the ASGI application."""
-    endpoints = Endpoints(calls, manners, max_model_len, renderer)
+    endpoints = Endpoints(calls, rules, max_model_len, renderer)
     handlers = {
         RefusedError: Refusals().answer, ClientDisconnect: _nobody, ClientGoneError: _nobody,
         404: _unknown, 405: _unknown,
@@ -452,8 +452,8 @@ async def _serve(listener: socket.socket, link: socket.socket, settings: Mapping
     calls = Calls(reader, writer, settings["first_call"])
     load = asyncio.to_thread(load_renderer, settings["tokenizer"], settings["template_arguments"])
     renderer = asyncio.ensure_future(load)
-    manners = msgspec.convert(settings["manners"], Manners)
-    app = application(calls, manners, settings["max_model_len"], renderer)
+    rules = msgspec.convert(settings["rules"], RequestRules)
+    app = application(calls, rules, settings["max_model_len"], renderer)
     calls.programs = RemotePrograms(app, calls.send, MAX_CALLS_OF_SESSION)
     serving = asyncio.create_task(serve_http(app, listener))
     listening = asyncio.create_task(calls.listen())
