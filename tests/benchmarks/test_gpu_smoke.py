@@ -17,7 +17,7 @@ import torch
 from async_rl.run.records.token_columns import TokenTable, write_token_columns
 from benchmarks import baselines
 from benchmarks.gpu_smoke import __main__ as program
-from benchmarks.gpu_smoke.case import Case, Figure, Machine, NotRunError, Result
+from benchmarks.gpu_smoke.case import Case, Machine, Result
 from benchmarks.gpu_smoke.cases import CASES
 from benchmarks.gpu_smoke.runs import mismatch_of
 
@@ -27,35 +27,8 @@ def result_of(name: str, directory: Path) -> dict[str, Any]:
     return json.loads((directory / "result.json").read_text())
 
 
-def measures(machine: Machine) -> str:
-    machine.figures["step"] = Figure(2.0, "s", "below 3")
-    return "3 of 3"
-
-
 def fails(machine: Machine) -> str:
     raise AssertionError("expected 1, got 2")
-
-
-def cannot(machine: Machine) -> str:
-    raise NotRunError("needs a larger device")
-
-
-@pytest.mark.parametrize(
-    ("check", "outcome", "detail"),
-    [
-        (measures, "passed", "3 of 3"),
-        (fails, "FAILED", "AssertionError: expected 1, got 2"),
-        (cannot, "not run", "needs a larger device"),
-    ],
-)
-def test_what_a_case_returns_or_raises_is_its_result(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: Any, outcome: str, detail: str
-):
-    monkeypatch.setitem(CASES, "one", Case("one", check))
-    result = result_of("one", tmp_path)
-    assert (result["name"], result["outcome"], result["detail"]) == ("one", outcome, detail)
-    step = {"value": 2.0, "unit": "s", "bound": "below 3"} if check is measures else None
-    assert result["figures"].get("step") == step
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from async_rl.sampling_mask import SamplingMask, contains
 from tests.generator.backend_checks import (
     CUTS,
     PROMPTS,
-    assert_scored_by,
     check_cut,
     check_ends,
     check_greedy,
@@ -108,17 +107,6 @@ def test_new_weights_score_from_the_next_step_on_and_keep_the_cache(make_backend
     expected = torch.log_softmax(logits, -1)[int(sampled.token_ids[5])]
     assert sampled.logprobs[5] == pytest.approx(float(expected), abs=1e-5)
     assert abs(float(scores(old, sampled)[5]) - sampled.logprobs[5]) > 1e-3
-
-
-def test_with_recompute_every_token_scores_as_a_full_forward_pass_of_its_version(make_backend):
-    backend, models = make_backend(max_running=5, kv_after_update="recompute"), {3: make_model(0), 4: make_model(1)}
-    for i, prompt in enumerate(PROMPTS):
-        submit(backend, str(i), prompt, group_size=2, max_new_tokens=10 + 5 * i, seed=i)
-    finished = [s for _ in range(6) for s in backend.step()]
-    assert backend.activate(4, weights_of(models[4])) > 0
-    finished += run_all(backend).values()
-    assert len(finished) == 8
-    assert assert_scored_by(models, finished) >= 3
 
 
 def test_it_does_what_every_engine_must_do(make_backend):

@@ -12,7 +12,6 @@ from tests.queue.builders import (
     LINEAGE,
     SAMPLING,
     ack,
-    all_trained,
     announce,
     dropped,
     fail,
@@ -114,16 +113,6 @@ def test_a_group_that_does_not_fit_its_lease_is_refused_and_sampled_again():
 
 
 # Consumption.
-
-
-def test_a_group_at_the_bound_is_trained():
-    # eta = 1. All are sampled at 0; 0 and 1 train at version 0, 2 and 3 at version 1, where their age is 1, the limit.
-    state = make_state()
-    for lease in leases(state, 4):
-        put(state, group(lease, 0))
-    take(state)
-    ack(state)
-    assert positions(take(state)) == [2, 3]
 
 
 def test_a_group_that_aged_above_the_bound_in_the_queue_is_dropped():
@@ -253,27 +242,6 @@ def test_who_takes_a_dead_generators_place_has_its_leases_given_out_again_at_onc
 
 
 # The ends.
-
-
-def test_the_last_step_takes_what_is_left_of_the_data_once_nothing_is_in_flight():
-    state = make_state(num_rows=3, epochs=1)
-    held = leases(state, 9)
-    assert len(held) == 3
-    for lease in held[:2]:
-        put(state, group(lease))
-    assert positions(take(state)) == [0, 1]
-    ack(state)
-    assert isinstance(answer := take(state), NotReady)
-    assert not answer.exhausted
-    put(state, group(held[2]))
-    assert positions(take(state)) == [2]
-    assert positions(take(state)) == [2], "a take repeated"
-    ack(state, all_trained(1))
-    assert isinstance(answer := take(state), NotReady)
-    assert (answer.exhausted, answer.reason) == (True, "the data has ended (data.epochs); prompts: 3 trained")
-    learner_requests.finish(state, LINEAGE, 0.0)
-    assert (groups_of(state)["trained"], dropped(state)) == (3, {})
-    assert state.finished
 
 
 class Damageable(MemoryPayloads):

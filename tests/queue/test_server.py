@@ -131,17 +131,6 @@ def test_an_evaluation_is_sampled_as_its_set_says_and_its_results_reach_the_lear
     assert learner.eval_results("line-a", [("test", 0)]) == []
 
 
-def test_a_busy_port_is_named(servers, tmp_path):
-    with socket.socket() as busy:
-        busy.bind(("127.0.0.1", 0))
-        busy.listen()
-        address = f"tcp://127.0.0.1:{busy.getsockname()[1]}"
-        process = servers.spawn(make_config(str(tmp_path / "run"), queue={"address": address}))
-        _, errors = process.communicate(timeout=30)
-    assert process.returncode == 2
-    assert f"queue.address: can't bind {address}" in errors
-
-
 def test_a_learner_of_another_run_is_refused(servers, tmp_path):
     server = servers.start(make_config(str(tmp_path / "run")), "--run-id", "mine")
     with pytest.raises(QueueError, match="run mine"):

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
-import torch
-from transformers import PreTrainedModel
 
 from async_rl.generator.vllm.backend import VllmBackend
 from async_rl.queue.messages import Announcement
@@ -22,32 +20,6 @@ from tests.vllm.tiny import assert_scored_by, make_config, make_model, weights_o
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 DEADLINE_S = 30.0
-
-
-def published(seed: int) -> dict[str, torch.Tensor]:
-    return {name: tensor.bfloat16() for name, tensor in weights_of(seed).items()}
-
-
-@torch.no_grad()
-def rounded(model: PreTrainedModel) -> PreTrainedModel:
-    """``model`` with the values that bfloat16 keeps, computing in float32."""
-    for parameter in model.parameters():
-        parameter.copy_(parameter.bfloat16())
-    return model
-
-
-def test_logprobs_are_exact_before_and_after_a_swap_with_two_workers_and_another_dtype(tmp_path):
-    config = make_config(tensor_parallel_size=2, kv_after_update="recompute", batch_size=8)
-    with closing(VllmBackend.from_files(write_files(tmp_path), config, device="cpu")) as backend:
-        models = {0: rounded(make_model(0)), 1: rounded(make_model(1))}
-        backend.activate(0, published(0))
-        submit(backend, "a", "what is 23+4", group_size=8, max_new_tokens=80, temperature=0.8)
-        while backend.num_tokens < 8 * 20 and backend.num_running:
-            backend.step()
-        backend.activate(1, published(1))
-        finished = run_all(backend)
-    assert {v for s in finished.values() for v in s.versions.tolist()} == {0, 1}
-    assert_scored_by(models, finished.values(), 0.8)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 
 from async_rl.config.loss import LossConfig
-from async_rl.errors import ConfigError, OwnCodeError
+from async_rl.errors import ConfigError
 from async_rl.learner.loop.step_result import update_metrics
 from async_rl.learner.losses.own_trial import try_loss
 from async_rl.learner.losses.policy import PolicyInputs, policy_loss
@@ -79,22 +79,6 @@ def test_masks_and_metrics_become_metrics_of_the_step(root: Path, tmp_path: Path
     # A second update of twice as many tokens, all of age 1: the metrics of the step are weighted by tokens.
     second = replace(stats, tokens_trained=2 * len(kept), own_metrics={"loss_mask/old": 0.0, "loss_metric/lag": 1.0})
     assert update_metrics([stats, second])["loss_metric/lag"] == pytest.approx((kept.mean() + 2) / 3)
-
-
-def test_an_error_in_a_step_is_named_with_file_and_line(root: Path, tmp_path: Path):
-    source = tmp_path / "late.py"
-    source.write_text(
-        "import torch\n"
-        "from async_rl.learner.losses.own import LossInputs, LossOutput\n"
-        "def loss(inputs):\n"
-        "    if inputs.num_sequences == 6:\n"
-        "        raise RuntimeError('too many')\n"
-        "    return LossOutput(-(inputs.advantages * inputs.logprobs).sum(), torch.tensor(len(inputs.lag)))\n"
-    )
-    # Its trial has fewer sequences.
-    config = tiny_config(root, "model", loss={"function": f"{source}:loss"}, learner={"max_tokens": 4096})
-    with pytest.raises(OwnCodeError, match=rf"loss failed: RuntimeError: too many \({source}, line 5, in loss"):
-        engine_of(config).update(off_policy_sequences()[:6], version=VERSION)
 
 
 def test_ranks_with_different_sources_are_refused(root: Path):

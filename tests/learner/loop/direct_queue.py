@@ -43,10 +43,6 @@ class DirectQueue:
         learner_requests.announce(self.queue_state, announcement)
         self.announced.append(announcement)
 
-    def quarantine(self, lineage: str, generator_id: str, reason: str) -> None:
-        self.queue_state.attached(lineage)
-        generator_requests.quarantine(self.queue_state, generator_id, reason)
-
     def evaluate(self, lineage: str, dataset: str, step: int, min_version: int, exclusive: bool) -> None:
         self.queue_state.attached(lineage)
         self.asked.append((dataset, step, exclusive))

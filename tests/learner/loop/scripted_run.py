@@ -17,7 +17,6 @@ from async_rl.config.loading import parse_config
 from async_rl.learner.checkpoints.files import TrainerState, write_extra
 from async_rl.learner.checkpoints.resume import find_resume_point
 from async_rl.learner.interface import Engine, PolicyScores, UpdateStats
-from async_rl.learner.loop.parity import ParityGate
 from async_rl.learner.loop.publishing import FixedLagWeights, NamedTensors, Published, WeightsSender
 from async_rl.learner.loop.rollout_records import RolloutRecords
 from async_rl.learner.loop.start import _restore, _take_files_over, step_parts
@@ -177,7 +176,7 @@ class Run:
 
     def start(
         self, before: Callable[[str, int], None] = never, answer: Answer = answered, *,
-        has_parity: bool = False, stop_signal: Callable[[], int] = lambda: 0, sampling: SamplingEngine | None = None,
+        stop_signal: Callable[[], int] = lambda: 0, sampling: SamplingEngine | None = None,
     ) -> TrainerState:  # fmt: skip
         """One learner start, as ``start.train_with`` does it."""
         engine = cast(Engine, self.engine)
@@ -197,15 +196,14 @@ class Run:
         if self.config.learner.fixed_lag is not None:
             weights = FixedLagWeights(weights, self.config.learner.fixed_lag)
         queue = cast(LearnerQueue, self.queue)
-        gate = ParityGate(self.config, state, engine, queue, dtype="float32") if has_parity else None
         parts = step_parts(
-            self.config, state, gate=gate, critic=getattr(self.engine, "critic", None), sampling=sampling,
+            self.config, state, gate=None, critic=getattr(self.engine, "critic", None), sampling=sampling,
             address="tcp://q:1",
         )  # fmt: skip
         parts = [*parts, RolloutRecords(self.config, state, run_dir=run_dir, summaries=summaries, decode=str)]
         trainer = Trainer(
             self.config, state=state, engine=engine, queue=queue, weights=weights, metrics=metrics, step_log=trained,
-            run_dir=self.path, decode=str, parts=parts, probes=gate, stop_signal=stop_signal,
+            run_dir=self.path, decode=str, parts=parts, probes=None, stop_signal=stop_signal,
         )  # fmt: skip
         try:
             trainer.run()

@@ -267,36 +267,6 @@ def test_rollouts_of_unknown_weights_that_the_queue_let_pass_are_masked(tmp_path
     assert run.ledger["rollouts"]["masked"] == {"unknown_weights": 2}
 
 
-@pytest.mark.parametrize(
-    "sections", [{"learner": {"max_tokens": 5}}, {"learner": {"max_tokens": 1}, "parallel": {"sequence": 5}}]
-)
-def test_an_answer_longer_than_a_micro_batch_does_not_end_the_run(tmp_path: Path, sections: dict[str, Any]):
-    # Two prompt tokens and 3 sampled ones are 5 tokens, as many as a micro-batch holds. One answer has 6.
-    def one_too_long(lease: Lease, version: int) -> Group:
-        honest = answered(lease, version)
-        if lease.kind == "eval" or lease.prompt.position:
-            return honest
-        (first, _), (_, longer) = honest.rollouts, group(lease, version, tokens=4).rollouts
-        return structs.replace(honest, rollouts=(first, longer))
-
-    run = make_run(tmp_path, **sections)
-    run.start(answer=one_too_long)
-    assert [row.get("masked/too_long", 0) for row in run.rows] == [1, 0, 0, 0, 0]
-    assert run.rows[0]["tokens/trained"] == 9
-    assert (run.ledger["rollouts"]["masked"], run.ledger["groups"]["trained"]) == ({"too_long": 1}, 10)
-
-
-def test_a_run_whose_only_generator_invents_logprobs_trains_nothing_and_says_why(tmp_path: Path):
-    # The engine gives every token -2, the generator says -0.5: 1.5 nats apart.
-    run = make_run(tmp_path)
-    with pytest.raises(TrainingError, match=r"every generator is quarantined: g0: .* 1\.5 nats over"):
-        run.start(has_parity=True)
-    assert run.engine.trained_on == []
-    groups = run.ledger["groups"]
-    assert (run.ledger["tokens"]["trained"], groups["queued"], groups["in_flight"]) == (0, 0, 0)
-    assert run.ledger["rollouts"]["masked"] == {}
-
-
 @pytest.mark.parametrize("fixed_lag", [0, 1, 3])
 def test_fixed_lag_holds_the_lag_of_every_token(tmp_path: Path, fixed_lag: int):
     def every_third_is_filtered(lease: Lease, version: int) -> Group:

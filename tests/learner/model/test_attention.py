@@ -1,6 +1,4 @@
-"""A packed row equals its sequences run alone, and a row that ranks share the whole row. ``engine/test_fsdp_engine.py``
-compares whole steps.
-"""
+"""Attention of a row that ranks share. ``engine/test_fsdp_engine.py`` and ``tests/families`` compare whole steps."""
 
 from __future__ import annotations
 
@@ -15,51 +13,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from async_rl.learner.model import attention, split_attention
-from async_rl.learner.model.attention import (
-    ATTENTION_NAME,
-    Attention,
-    packed_attention_forward,
-    packed_layout,
-    use_packed_attention,
-)
+from async_rl.learner.model.attention import Attention, packed_attention_forward, packed_layout
 from async_rl.learner.model.split_attention import Block
-from tests.families.catalogue import SHAPE, build
 from tests.learner.model.split_attention import ROWS, tensors
 from tests.learner.model.varlen import grouping_varlen, plain_varlen
 from tests.learner.ranks import run_ranks
 
-VOCAB = SHAPE["vocab_size"]
-LENGTHS = [70, 3, 1, 64, 30, 2, 40]
-
 
 def bounds(lengths: list[int]) -> np.ndarray:
     return np.cumsum([0, *lengths]).astype(np.int32)
-
-
-def gradients(model: nn.Module, logits: Tensor, weights: Tensor) -> dict[str, Tensor]:
-    model.zero_grad()
-    (logits * weights).sum().backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def test_packed_model_equals_each_sequence_alone():
-    # Of its two layers one has a window of 8 tokens.
-    model, generator = build("Qwen 2, windows"), torch.Generator().manual_seed(1)
-    sequences = [torch.randint(VOCAB, (1, n), generator=generator) for n in LENGTHS]
-    weights = torch.randn(sum(LENGTHS), VOCAB) / sum(LENGTHS)
-    alone = torch.cat([model(input_ids=s, use_cache=False).logits[0] for s in sequences])
-    expected = gradients(model, alone, weights)
-
-    use_packed_attention(model)
-    assert ATTENTION_NAME not in model.config.to_json_string()
-    packed = model(
-        input_ids=torch.cat(sequences, dim=1),
-        position_ids=torch.cat([torch.arange(n) for n in LENGTHS])[None],
-        packed_layout=packed_layout(bounds(LENGTHS)),
-        use_cache=False,
-    ).logits[0]
-    torch.testing.assert_close(packed, alone, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(gradients(model, packed, weights), expected, rtol=1e-5, atol=1e-5)
 
 
 @given(st.lists(st.integers(1, 90), min_size=1, max_size=12))
