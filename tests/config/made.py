@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ from async_rl.config.loading import config_from_toml, config_to_toml, parse_conf
 from async_rl.errors import ConfigError
 
 
-def a_config(**sections: Any) -> Config:
-    """A config of these sections and of what every config needs."""
-    return parse_config({"run": {"dir": "r"}, "model": {"path": "m"}, **sections}, "test")
+def a_config(directory: Path | str = "r", /, **sections: Any) -> Config:
+    """A config of these sections and of what every config needs; the run's directory is ``directory``."""
+    needed = {"run": {"dir": str(directory)}, "model": {"path": "m"}}
+    merged = {name: keys | sections.get(name, {}) for name, keys in needed.items()}
+    return parse_config({**sections, **merged}, "test")
 
 
 def refusal(**sections: Any) -> str:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from async_rl.config.loading import parse_config
 from async_rl.data.context_columns import check_columns, split_context
 from async_rl.data.dataset import RowRules, load_train_rows, parse_row
 from async_rl.errors import DataError
+from tests.config.made import a_config
 
 SYSTEM = {"role": "system", "content": "be brief"}
 ASK = {"role": "user", "content": "1+1"}
@@ -83,8 +83,7 @@ def test_built_in_rewards_leave_system_and_history_to_the_prompt():
 def test_a_function_of_the_user_s_own_gets_the_columns_instead(tmp_path: Path, sections: dict[str, Any], is_read: bool):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"prompt": "1+1", "system": "be brief", "gt_answer": "2"}))
-    raw: dict[str, Any] = {"run": {"dir": "r"}, "model": {"path": "m"}, "generator": {"allow_code": ["own.py"]}}
-    raw |= {**sections, "data": {"train": str(path), "system_prompt": "", **sections.get("data", {})}}
-    (found,) = load_train_rows(parse_config(raw, "test")).rows
+    data = {"train": str(path), "system_prompt": "", **sections.get("data", {})}
+    (found,) = load_train_rows(a_config(**{"generator": {"allow_code": ["own.py"]}, **sections, "data": data})).rows
     assert found.messages == ((SYSTEM, ASK) if is_read else (ASK,))
     assert ("system" in found.reward_data) is ("data" not in sections)

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 from async_rl.config.config import Config
-from async_rl.config.loading import parse_config
 from async_rl.errors import RunError
 from async_rl.launch import launch as launch_module
 from async_rl.launch.launch import RunCommands, continuation_lines, describe_commands, explain, nobody_samples_line
@@ -28,13 +27,10 @@ from async_rl.process.user_code import write_digests
 from async_rl.run.directory import RunDir
 from async_rl.run.lock import RunLock, acquire
 from async_rl.run.reuse import prepare_run_dir
+from tests.config.made import a_config
 from tests.end_to_end.harness import state_of, wait_until
 
 FAST = Timing(poll_s=0.02, queue_start_s=20.0, backoff_s=0.02, max_backoff_s=0.1, finish_s=0.3, grace_s=5.0)
-
-
-def a_config(directory: Path | str = "runs/x", **sections: dict[str, object]) -> Config:
-    return parse_config({"run": {"dir": str(directory)}, "model": {"path": "tiny"}, **sections}, "test")
 
 
 # --- commands

@@ -12,7 +12,8 @@ from async_rl.launch import launch as launch_module
 from async_rl.launch import supervisor
 from async_rl.launch.supervisor import MAX_RESTARTS, Outcome
 from async_rl.net.keys import SECRET_VARIABLE
-from tests.launch.test_launch import FakeCommands, a_config, supervise, when_it_exists
+from tests.config.made import a_config
+from tests.launch.test_launch import FakeCommands, supervise, when_it_exists
 
 
 def test_a_process_that_lived_long_in_between_is_restarted_more_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

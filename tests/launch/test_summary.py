@@ -5,8 +5,8 @@ from pathlib import Path
 
 from async_rl.launch.summary import filter_note, ledger_line, next_lines, summary
 from async_rl.run.directory import RunDir
+from tests.config.made import a_config
 from tests.launch.rows import a_row, append
-from tests.launch.test_launch import a_config
 
 
 def test_the_summary_tells_accuracies_before_and_after_and_the_ledger(tmp_path: Path):

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from async_rl.config.config import Config
-from async_rl.config.loading import parse_config
 from async_rl.learner.sequences import TrainSequence
+from tests.config.made import a_config
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789 .+="
 TEMPLATE = (
@@ -57,10 +57,7 @@ def add_token(directory: Path, token: str) -> None:
 
 def tiny_config(root: Path, model: Path | str, /, **sections: Any) -> Config:
     """A config whose run directory is ``root / "run"``; ``sections`` are merged over the defaults."""
-    raw: dict[str, Any] = {"run": {"dir": str(root / "run")}, "model": {"path": str(root / model)}}
-    for section, values in sections.items():
-        raw[section] = raw.get(section, {}) | values
-    return parse_config(raw, "the test's config")
+    return a_config(root / "run", **{**sections, "model": {"path": str(root / model), **sections.get("model", {})}})
 
 
 def random_sequences(count: int, length: int, *, seed: int = 0, spread: int = 0) -> list[TrainSequence]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from async_rl.config.config import Config
-from async_rl.config.loading import config_to_toml, parse_config
+from async_rl.config.loading import config_to_toml
 from async_rl.errors import ConfigError, QueueError
 from async_rl.generator.start.worker import generator_config
 from async_rl.launch.checks.rewards import check_code
@@ -23,8 +23,8 @@ from async_rl.process.user_code import (
     write_digests,
 )
 from async_rl.rewards.registry import build_reward
+from tests.config.made import a_config
 
-MINIMAL = {"run": {"dir": "r"}, "model": {"path": "m"}}
 SOURCE = "def one(item):\n    return 1.0\n"
 
 
@@ -49,7 +49,7 @@ def test_names_of_code(name: str, is_name: bool, is_name_of_a_module: bool):
     assert is_code_name(name, needs_attribute=False) == is_name_of_a_module
     if name and not is_name_of_a_module:
         with pytest.raises(ConfigError, match=r"environment\.name: expected file\.py, file\.py:name, module"):
-            parse_config({**MINIMAL, "environment": {"name": name}}, "test")
+            a_config(environment={"name": name})
 
 
 @pytest.mark.parametrize(
@@ -144,8 +144,7 @@ def test_malformed_digests_are_refused(content: bytes):
 
 
 def named(source: Path) -> Config:
-    raw = {**MINIMAL, "reward": {"type": f"{source}:one"}, "generator": {"allow_code": [str(source)]}}
-    return parse_config(raw, "test")
+    return a_config(reward={"type": f"{source}:one"}, generator={"allow_code": [str(source)]})
 
 
 def test_a_generator_allows_only_what_its_own_operator_allowed(source: Path):
@@ -166,13 +165,13 @@ def test_a_generator_runs_only_the_source_that_the_learner_has(source: Path):
 
 
 def test_environments_and_rewards_are_code_by_one_rule(source: Path):
-    raw = {**MINIMAL, "environment": {"name": f"{source}:one", "rows": 1}}
-    config = parse_config(raw, "test")
+    environment = {"name": f"{source}:one", "rows": 1}
+    config = a_config(environment=environment)
     assert config.code_names == (f"{source}:one",)
     with pytest.raises(ConfigError, match="this machine does not allow it"):
         check_code(config)
-    check_code(parse_config({**raw, "generator": {"allow_code": [str(source)]}}, "test"))
-    check_code(parse_config({**raw, "generator": {"count": 0}}, "test"))
+    check_code(a_config(environment=environment, generator={"allow_code": [str(source)]}))
+    check_code(a_config(environment=environment, generator={"count": 0}))
 
 
 def test_an_error_of_user_code_is_described_by_its_file_and_line(tmp_path: Path):

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from async_rl.config.config import Config
 from async_rl.config.reward import REWARD_TYPES
 from async_rl.rewards.conformance import Example, check_reward, example_of, main
 from async_rl.rewards.functions import FunctionReward
 from async_rl.rewards.records import RewardInput, RewardOutput
 from async_rl.rewards.registry import build_reward
+from tests.config.made import a_config
 
 CODE_TESTS = {"test_cases": {"inputs": ["1\n"], "outputs": ["2\n"]}}
 BY_HAND: dict[str, Example] = {
@@ -28,15 +28,13 @@ BY_HAND: dict[str, Example] = {
 )
 def test_every_built_in_reward_conforms(name: str):
     raw = {
-        "run": {"dir": "r"},
-        "model": {"path": "m"},
         "sampling": {"max_new_tokens": 100},
         "reward": {"type": name, "time_limit_s": 1.0, "code": {"time_limit_s": 1.0, "packages": []}},
     }
     if name == "none":
         teacher = {"model": "t", "address": "tcp://127.0.0.1:5571"}
         raw |= {"scorer": {"t": teacher}, "distill": {"teacher": "t"}, "queue": {"filter_range": []}}
-    with closing(build_reward(Config.model_validate(raw))) as reward:
+    with closing(build_reward(a_config(**raw))) as reward:
         assert check_reward(reward, BY_HAND.get(name) or example_of(REWARD_TYPES[name], {"gt_answer": "42"})) == []
 
 

@@ -4,14 +4,13 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.config.config import Config
-from async_rl.config.loading import parse_config
 from async_rl.run.config_changes import ConfigChange, read_changes, record_change
 from async_rl.run.directory import RunDir
+from tests.config.made import a_config
 
 
 def bound(eta: int, **sections: dict[str, Any]) -> Config:
-    raw = {"run": {"dir": "x"}, "model": {"path": "tiny"}, "queue": {"max_staleness": eta}, **sections}
-    return parse_config(raw, "test")
+    return a_config(queue={"max_staleness": eta}, **sections)
 
 
 def test_each_change_is_recorded_once_with_its_step(tmp_path: Path):

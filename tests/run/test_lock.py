@@ -12,23 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.config.config import Config
-from async_rl.config.loading import parse_config
 from async_rl.errors import LineageError, RunError
 from async_rl.process.child import ParentWatch
 from async_rl.queue.client.clients import LearnerQueue
 from async_rl.run import lock as lock_module
 from async_rl.run.directory import RunDir
 from async_rl.run.lock import LOCK_FD, RunLock, locked_run_dir
+from tests.config.made import a_config
 from tests.end_to_end.harness import wait_until
 from tests.forked import Forked, preload
 
 preload("async_rl.run.lock")
 DEADLINE_S = 60.0
-
-
-def a_config(directory: Path) -> Config:
-    return parse_config({"run": {"dir": str(directory)}, "model": {"path": "tiny"}}, "test")
 
 
 def contend(directory: Path, fresh: bool, notes: Path, hold: str = "") -> None:

@@ -2,24 +2,19 @@
 
 import json
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from async_rl.config.config import Config
-from async_rl.config.loading import load_config, parse_config
+from async_rl.config.loading import load_config
 from async_rl.errors import ConfigError, RunError
 from async_rl.process.user_code import write_digests
 from async_rl.run.directory import RunDir
 from async_rl.run.lock import locked_run_dir
 from async_rl.run.reuse import check_place, check_run_dir, check_shared, has_ended, prepare_run_dir, shared_values
-
-
-def a_config(directory: Path, **sections: Mapping[str, object]) -> Config:
-    raw = {"run": {"dir": str(directory)}, **sections, "model": {"path": "tiny", **sections.get("model", {})}}
-    return parse_config(raw, "test")
+from tests.config.made import a_config
 
 
 def test_checking_writes_nothing_and_preparing_the_resolved_config_once(tmp_path: Path):

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from async_rl.config.loading import parse_config
+from tests.config.made import a_config
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -109,8 +109,7 @@ def test_vllm_knows_every_argument_of_an_engine_on_a_gpu(tmp_path: Path, lora: d
 
     from async_rl.generator.vllm.adapter import engine_arguments
 
-    raw = {"run": {"dir": "run"}, "model": {"path": "model"}, "lora": lora}
-    arguments = engine_arguments(tmp_path, parse_config(raw, "test"), device="cuda:0", max_length=64, can_sleep=True)
+    arguments = engine_arguments(tmp_path, a_config(lora=lora), device="cuda:0", max_length=64, can_sleep=True)
     assert {"enable_sleep_mode", "gpu_memory_utilization"} <= set(arguments)
     known = inspect.signature(AsyncEngineArgs).parameters
     assert [name for name in arguments if name not in known] == []

@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from async_rl.config.config import Config
-from async_rl.config.loading import parse_config
 from async_rl.generator.vllm.backend import VllmBackend
+from tests.config.made import a_config
 from tests.generator import backend_checks
 from tests.generator.backend_checks import VOCABULARY
 from tests.generator.tiny_model import write_tokenizer
@@ -59,14 +59,12 @@ def write_files(directory: Path, **shape: Any) -> Path:
 
 def make_config(*, runner: str | None = None, **generator: Any) -> Config:
     section = {"backend": "vllm", "batch_size": 64, "num_threads": 1} | generator
-    raw = {
-        "run": {"dir": "run"},
-        "model": {"path": "model", "dtype": "float32"},
-        "sampling": {"max_new_tokens": 400, "max_prompt_tokens": 64, "stop": ["never said"]},
-        "generator": section,
-        "experimental": {"vllm": {"kv_cache_bytes": 64 << 20, "model_runner": runner}},
-    }
-    return parse_config(raw, "test")
+    return a_config(
+        model={"dtype": "float32"},
+        sampling={"max_new_tokens": 400, "max_prompt_tokens": 64, "stop": ["never said"]},
+        generator=section,
+        experimental={"vllm": {"kv_cache_bytes": 64 << 20, "model_runner": runner}},
+    )
 
 
 @contextmanager

@@ -18,11 +18,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from async_rl.config.loading import parse_config
 from async_rl.extensions.code_rewards.sandbox import Program, Sandbox
 from async_rl.process.sandbox.limits import Limits
 from async_rl.rewards.records import CountingReward, Reward, RewardInput
 from async_rl.rewards.registry import build_reward
+from tests.config.made import a_config
 
 EXPECTED = "the expected output is 1f0c8a\n"
 TIME_LIMIT_S = 1.0
@@ -33,8 +33,7 @@ JUDGED_WITHIN_S = 15.0
 
 def build(**code: object) -> Reward:
     settings = {"time_limit_s": TIME_LIMIT_S, "memory_bytes": 512 << 20, "packages": [], **code}
-    raw = {"run": {"dir": "run"}, "model": {"path": "m"}, "reward": {"type": "code", "code": settings}}
-    return build_reward(parse_config(raw, "the test"))
+    return build_reward(a_config(reward={"type": "code", "code": settings}))
 
 
 @pytest.fixture(scope="module")

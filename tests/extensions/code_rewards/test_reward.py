@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from async_rl.config.config import Config
-from async_rl.config.loading import parse_config
 from async_rl.config.reward import CodeRewardConfig
 from async_rl.errors import ConfigError, RewardError, SandboxError
 from async_rl.extensions.code_rewards import checks
@@ -20,6 +19,7 @@ from async_rl.process.sandbox.client import Ran
 from async_rl.process.sandbox.limits import Limits
 from async_rl.rewards.records import RewardInput, RewardOutput
 from async_rl.rewards.registry import RewardSum
+from tests.config.made import a_config
 from tests.launch.checks.made import made
 
 
@@ -126,8 +126,7 @@ def test_a_row_without_tests_is_an_error_not_a_wrong_answer():
 
 
 def of_code(**code: Any) -> Config:
-    raw = {"run": {"dir": "run"}, "model": {"path": "m"}, "reward": {"type": "code", "code": code}}
-    return parse_config(raw, "the test")
+    return a_config(reward={"type": "code", "code": code})
 
 
 def test_answers_must_be_graded_before_their_lease_expires():

@@ -9,6 +9,7 @@ import pytest
 from async_rl.config.config import Config
 from async_rl.errors import ConfigError
 from async_rl.launch.checks.placement import Placement, place, visible_devices
+from tests.config.made import a_config
 
 EIGHT = [str(index) for index in range(8)]
 
@@ -16,10 +17,7 @@ EIGHT = [str(index) for index in range(8)]
 def placed(
     visible: list[str], learner: dict[str, Any], generator: dict[str, Any], *, is_limited: bool = False
 ) -> Placement:
-    config = Config.model_validate({
-        "run": {"dir": "run"}, "model": {"path": "model"}, "learner": learner,
-        "generator": {"backend": "vllm", **generator},
-    })  # fmt: skip
+    config = a_config(learner=learner, generator={"backend": "vllm", **generator})
     return place(config, visible, is_limited=is_limited)
 
 
@@ -84,10 +82,8 @@ def test_a_scorer_has_a_gpu_of_its_own_or_says_how_to_share_one(
 
 def with_scorer(device: int | None) -> Config:
     scorer = {"model": "rm", "address": "tcp://127.0.0.1:1"} | ({} if device is None else {"device": device})
-    return Config.model_validate({
-        "run": {"dir": "run"}, "model": {"path": "model"}, "generator": {"backend": "vllm"},
-        "queue": {"filter_range": []}, "reward": {"type": "model", "model": "judge"}, "scorer": {"judge": scorer},
-    })  # fmt: skip
+    reward = {"type": "model", "model": "judge"}
+    return a_config(generator={"backend": "vllm"}, queue={"filter_range": []}, reward=reward, scorer={"judge": scorer})
 
 
 def test_a_limited_environment_is_numbered_from_0():

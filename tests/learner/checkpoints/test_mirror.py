@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from async_rl.config.config import Config
-from async_rl.config.loading import parse_config
 from async_rl.launch.checks.start import Start
 from async_rl.launch.checks.table import CHECKS
 from async_rl.learner.checkpoints.mirror import mirror_of
+from tests.config.made import a_config
 from tests.packages import install
 
 TAPE = """
@@ -23,8 +23,7 @@ class Tape:
 
 
 def config_of(directory: Path, **checkpoint: Any) -> Config:
-    raw = {"run": {"dir": str(directory)}, "model": {"path": "tiny"}, "checkpoint": checkpoint}
-    return parse_config(raw, "test")
+    return a_config(directory, checkpoint=checkpoint)
 
 
 def test_a_package_mirrors_to_a_protocol_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

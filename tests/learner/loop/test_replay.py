@@ -13,7 +13,7 @@ import torch
 from msgspec import structs
 
 from async_rl.config.config import Config
-from async_rl.config.loading import config_to_toml, load_config, parse_config
+from async_rl.config.loading import config_to_toml, load_config
 from async_rl.errors import ConfigError, RunError
 from async_rl.learner.checkpoints.fork import find_fork_point, fork_run
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
@@ -24,6 +24,7 @@ from async_rl.learner.ranks import init_ranks
 from async_rl.records import Span, Turn
 from async_rl.run.directory import RunDir
 from async_rl.run.reuse import prepare_run_dir
+from tests.config.made import a_config
 from tests.learner.data.test_batch import rollout, taken
 from tests.learner.loop.scripted_run import Run, make_run
 from tests.learner.loop.test_rollout_records import config, record
@@ -170,6 +171,5 @@ def test_what_is_not_recorded_is_refused_by_name(tmp_path: Path):
     ],
 )
 def test_a_config_that_needs_more_than_the_records_is_refused(sections: dict[str, Any], named: str, tmp_path: Path):
-    raw = {"model": {"path": "m"}, "data": {"train": "t"}, "run": {"dir": str(tmp_path)}, **sections}
     with pytest.raises(ConfigError, match=named):
-        check_replayable(parse_config(raw, "test"))
+        check_replayable(a_config(tmp_path, **{"data": {"train": "t"}, **sections}))

@@ -14,12 +14,12 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from async_rl.config.config import Config
 from async_rl.config.loading import config_to_toml
 from async_rl.extensions.insight.pictures import curve
 from async_rl.extensions.insight.pictures.curve import CurveUpdater, write_curve
 from async_rl.run.directory import RunDir
 from async_rl.run.lock import RunLock, acquire
+from tests.config.made import a_config
 
 
 def some_rows(num_steps: int) -> list[dict[str, float]]:
@@ -74,9 +74,7 @@ def test_restarts_and_the_bound_are_marked_and_start_up_squashes_nothing(tmp_pat
     write_rows(tmp_path, rows)
     lines = [{"step": step, "lineage": "a" if step <= 40 else "b"} for step in range(1, 101)]
     (tmp_path / "trained.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    config = Config.model_validate(
-        {"run": {"dir": str(tmp_path)}, "model": {"path": "m"}, "data": {"train": "d"}, "queue": {"max_staleness": 6}}
-    )
+    config = a_config(tmp_path, queue={"max_staleness": 6})
     (tmp_path / "config.toml").write_text(config_to_toml(config))
     change = {"step": 40, "changed": {"queue.max_staleness": [4, 6]}}
     (tmp_path / "config_changes.jsonl").write_text(json.dumps(change) + "\n")

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from async_rl.cli.main import main
-from async_rl.config.loading import parse_config
 from async_rl.errors import ConfigError, RunError
 from async_rl.extensions.ops.slurm.jobs import GENERATORS, LEARNER, JobOptions, Scripts, render, write_scripts
+from tests.config.made import a_config
 
 STATES = {"running": "RUNNING", "cancelled": "COMPLETING"}
 OPTIONS = JobOptions(
@@ -27,8 +27,7 @@ OPTIONS = JobOptions(
 
 
 def config(directory: Path, **sections: dict[str, Any]) -> Any:
-    raw = {"run": {"dir": str(directory / "my run's")}, "model": {"path": "m"}, "data": {"train": "t.jsonl"}}
-    return parse_config({**raw, **sections}, "the test")
+    return a_config(directory / "my run's", data={"train": "t.jsonl"}, **sections)
 
 
 def directives(text: str) -> list[str]:
@@ -137,9 +136,7 @@ def run_script(
     fake(directory, "sleep", "read -rt 0.02 <> <(:)")
     fake(directory, "async-rl", "[ $1 != queue ] || { echo {} > run/queue.json; exec tail -f /dev/null; }")
     fake(directory, "srun", f"echo srun >> calls; n=$(grep -c srun calls)\n{srun}")
-    given = parse_config(
-        {"run": {"dir": str(run_dir)}, "model": {"path": "m"}, "data": {"train": "t.jsonl"}}, "the test"
-    )
+    given = a_config(run_dir, data={"train": "t.jsonl"})
     options = JobOptions(1, 1, 1, setup=(f"export PATH={directory}/bin:$PATH",))
     path = write_scripts(given, ["run.toml"], options).learner.with_name(script)
     environment = {
