@@ -51,15 +51,12 @@ VALUES: list[tuple[Sections, str]] = [
     ({"generator": {"devices": "0"}}, "generator.devices: expected a list, got '0'"),
     ({"data": {"eval": 3}}, "data.eval: expected a table, got 3"),
     ({"reward": {"scale": "big"}}, "reward.scale: expected a number, got 'big'"),
-    ({"reward": {"extra": {"xml_format": "much"}}}, "reward.extra.xml_format: expected a number"),
     ({"sampling": {"group_size": "8"}}, "sampling.group_size: expected a whole number, got '8'"),
     ({"sampling": {"group_size": True}}, "sampling.group_size: expected a whole number"),
-    ({"loss": {"preset": ["dapo"]}}, "loss.preset: "),
     ({"data": {"columns": {"promt": "question"}}}, "data.columns.promt: expected 'messages', 'prompt', "),
     ({"data": {"columns": {"gt_answer": ""}}}, "data.columns.gt_answer: string should have at least 1 character"),
     ({"data": {"train": 3}}, "data.train: expected a file or data set in quotes, or a table of NAME = SOURCE, got 3"),
     ({"data": {"train": {}}}, "data.train: expected a file or data set in quotes, or a table of NAME = SOURCE, got {}"),
-    (scored(backend="sglang"), "scorer.judge.backend: expected"),
     # Ranges.
     ({"queue": {"max_staleness": -1}}, "queue.max_staleness: expected at least 0, got -1"),
     ({"optimizer": {"lr": 0}}, "optimizer.lr: expected more than 0, got 0"),
@@ -67,15 +64,7 @@ VALUES: list[tuple[Sections, str]] = [
     ({"sampling": {"min_p": 1}}, "sampling.min_p: expected less than 1, got 1"),
     ({"sampling": {"stop_token_ids": [-1]}}, "sampling.stop_token_ids: expected token ids of at least 0, got [-1]"),
     ({"queue": {"filter_range": [0.1]}}, "queue.filter_range.1: expected a value, got none"),
-    ({"run": {"dir": "r", "seed": 2**31}}, "run.seed: expected less than 2.14748e+09"),
     ({"loss": {"clip_low": 2}}, "loss.clip_low: expected at most 1, got 2"),
-    ({"loss": {"dual_clip": 1.0}}, "loss.dual_clip: "),
-    ({"loss": {"importance_cap": 0.5}}, "loss.importance_cap: "),
-    ({"loss": {"min_ess": 1.0}}, "loss.min_ess: expected less than 1"),
-    ({"loss": {"skip_threshold": True}}, "loss.skip_threshold: "),
-    ({"loss": {"best_k": -1}}, "loss.best_k: expected"),
-    ({"loss": {"kl_coef": -0.1}}, "loss.kl_coef: expected at least 0"),
-    ({"loss": {"token_range": [0.5]}}, "loss.token_range.1: expected a value, got none"),
     *(
         ({"weights": {"port": port}}, "weights.port: expected a port such as 5556")
         for port in (0, 65535, "5556", "5556-5556", "9-2", "a-b", "1-70000", True)
@@ -89,7 +78,7 @@ VALUES: list[tuple[Sections, str]] = [
         for text in ("0", "5-3", "3-", "three")
     ),
 ]  # fmt: skip
-"""A name or a value that is wrong by itself."""
+"""A name or a value that is wrong by itself: a row for each kind of mistake. Limits of keys are in docs/config.md."""
 SETTINGS: list[tuple[Sections, str]] = [
     # Names of code, rewards and backends.
     ({"reward": {"type": "best"}}, "reward.type: expected boxed, "),
@@ -185,7 +174,6 @@ def test_an_override_of_another_form_is_refused(override: str):
 
 
 GAE: Sections = {"sampling": {"group_size": 1}, "loss": {"advantage": "gae"}}
-GENERATES: dict[str, Any] = {"generate": True}
 
 
 @pytest.mark.parametrize(
@@ -204,17 +192,14 @@ GENERATES: dict[str, Any] = {"generate": True}
         {"weights": {"sync_every": 5}},
         {"weights": {"sync_every": 2}, "learner": {"updates_per_batch": 4}},
         {"weights": {"peers": True, "transport": "tcp"}},
-        {"learner": {"fixed_lag": 2}, "queue": {"max_staleness": 2}},
-        {"learner": {"fixed_lag": 0}, "queue": {"max_staleness": 0}},
         # One answer a prompt needs a filter that its accuracy can pass.
         {**GAE, "queue": {"filter_range": []}},
         {**GAE, "queue": {"filter_range": [0.0, 0.99]}},
         {**GAE, "environment": {"name": "mine.py"}},
         {**GAE, "reward": {"type": "code", "code": {"partial_credit": True}}},
         {**GAE, **judged(rubric="Is it right? {answer}")},
-        # A learner may sample in layouts whose ranks can hold the whole model.
-        {"learner": {**GENERATES, "generate_groups": 0}, "generator": {"count": 0}},
-        {"learner": {**GENERATES, "nproc": 4}, "parallel": {"sequence": 2, "replicas": 2}, "lora": {"rank": 4}},
+        # A learner may leave all samples to generators that join later.
+        {"learner": {"generate": True, "generate_groups": 0}, "generator": {"count": 0}},
         # Something else to learn from than a reward; a reward model beside an accuracy.
         {"reward": {"type": "none", "extra": {"xml_format": 1.0}}, "queue": {"filter_range": []}},
         {
@@ -226,7 +211,6 @@ GENERATES: dict[str, Any] = {"generate": True}
         {"data": {"curriculum": {"min_chance": 0.2, "chance": "failures"}}},
         {"data": {"curriculum": {"rest_epochs": 3, "unsolved_at": 0.0}}},
         {"data": {"curriculum": {"min_chance": 0.1, "rest_epochs": 2}}},  # the defaults, which a saved config has
-        {"log": {"rollouts_groups": "all"}},
     ],
     ids=str,
 )  # fmt: skip

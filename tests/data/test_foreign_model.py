@@ -34,6 +34,8 @@ LOADERS: dict[str, Callable[[Path], object]] = {
 
 
 class Bomb:
+    """Creates the file MARKER in the working directory when somebody unpickles it."""
+
     def __reduce__(self) -> tuple[Any, ...]:
         return open, ("MARKER", "w")
 

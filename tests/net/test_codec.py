@@ -166,25 +166,19 @@ def test_what_only_some_rollouts_have_stays_with_them():
 ONE = group([[5]])
 SUM = "message: expected counts that add up to"
 ROUTES = {"routes": np.zeros((4, 3, 2), np.uint8)}
-TYPE = "Expected `{}`, got `{}`"
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"kind": "other"}, r"malformed GroupFields: .*\.kind"),
-        ({"position": "7"}, r"malformed GroupFields: .*\.position"),
-        ({"weights_digest": {"0": 1}}, r"malformed GroupFields: .*\.weights_digest"),
         ({"lengths": [4]}, f"'lengths' of a 'group' {SUM} 5"),
         ({"lengths": [-5]}, r"Expected `int` >= 0 - at `\$\.lengths\[0\]`"),
-        ({"lengths": [True]}, TYPE.format("int", "bool")),
+        ({"lengths": [True]}, "Expected `int`, got `bool`"),
         ({"num_sequences": [2]}, f"'num_sequences' of a 'group' {SUM} 1"),
         ({"reward_parts": {"correct": ["1"]}}, r"Expected `float \| null`, got `str`"),
         ({"reward_parts": {"correct": [1.0, 1.0]}}, "'reward_parts.correct' of a 'group' message: expected 1 values"),
-        ({"accuracy": [True]}, TYPE.format("float", "bool")),
         ({"accuracy": [1.0, 1.0]}, "'accuracy' of a 'group' message: expected 1 values"),
-        ({"finish_reason": ["bored"]}, "Invalid enum value 'bored'"),
-        ({"extracted": [42]}, r"Expected `str \| null`, got `int`"),
         ({"num_computed": [4]}, "expected num_computed with routes, and only with them"),
         ({"turns": [[[1, 1.0, 1.0]], []]}, "'turns' of a 'group' message: expected 1 values"),
         ({"turns": [[[-1, 1.0, 1.0]]]}, "Expected `int` >= 0"),

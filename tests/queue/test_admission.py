@@ -14,7 +14,6 @@ import pytest
 from msgspec import structs
 from msgspec.structs import replace
 
-from async_rl.config.loading import parse_config
 from async_rl.errors import ConfigError
 from async_rl.net.codec import decode_group, encode_group
 from async_rl.queue.core import generator_requests, persistence
@@ -24,6 +23,7 @@ from async_rl.queue.core.state import QueueState
 from async_rl.queue.messages import NotReady
 from async_rl.records import BYTES_PER_TOKEN, Rollout, Span, TokenSequence
 from async_rl.routes import RoutingShape
+from tests.config.made import a_config
 from tests.queue.builders import (
     LINEAGE,
     SAMPLING,
@@ -39,16 +39,6 @@ from tests.queue.builders import (
 )
 
 NUM_GENERATORS = 10
-
-
-def test_leases_stop_at_the_limit_of_steps_within_the_bound():
-    # (eta + 1 - (v - m)) // k * G = (1 + 1 - 0) // 1 * 2 = 4.
-    state = make_state()
-    assert len(leases(state, 4)) == 4
-    granted = generator_requests.lease(state, "g0", (LINEAGE, 0), 1, 0.0)
-    assert granted.leases == ()
-    assert granted.activate is None
-    assert "limit 4 groups: 0 taken, 4 in flight, 0 queued" in granted.reason
 
 
 @pytest.mark.parametrize(
@@ -91,15 +81,6 @@ def test_each_lease_names_the_oldest_version_that_its_batch_can_still_train():
     s = settings()
     oldest = [s.oldest_for_lease(version=3, outstanding=n) for n in range(4)]
     assert oldest == [2, 2, 3, 3]
-
-
-def test_a_lease_is_not_given_when_its_worst_case_does_not_fit():
-    # Two rollouts of 8 + 8 tokens: two blocks of a disk.
-    worst_case = 2 * ((8 + 8) * BYTES_PER_TOKEN + 1024) + 4096
-    assert (settings().worst_case_bytes, settings().reserved_bytes) == (worst_case, 8192)
-    state = make_state(max_staleness=9, max_bytes=3 * 8192)
-    assert len(leases(state, 9)) == 3
-    assert "queue.max_bytes" in generator_requests.lease(state, "g0", (LINEAGE, 0), 1, 0.0).reason
 
 
 def test_a_generator_that_waits_for_room_is_a_note_of_the_run():
@@ -245,8 +226,7 @@ def test_a_lease_reserves_what_its_routes_take():
 
 def reserved_by(**sections: dict[str, Any]) -> int:
     """What a lease of two rollouts reserves, of a config with these sections."""
-    minimal = {"run": {"dir": "x"}, "model": {"path": "m"}}
-    return QueueSettings.from_config(parse_config({**minimal, **sections}, "test"), vocab_size=None).worst_case_bytes
+    return QueueSettings.from_config(a_config(**sections), vocab_size=None).worst_case_bytes
 
 
 def test_an_agents_lease_reserves_its_own_limit_instead_of_turns_times_length():

@@ -22,6 +22,7 @@ from async_rl.learner.checkpoints.files import TrainerState, run_state
 from async_rl.learner.checkpoints.stored_tensors import _Writer, load_tensors, stored_names
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.export.model import export_checkpoint
+from tests.data.test_foreign_model import Bomb
 from tests.learner.export.test_export import trained_checkpoint
 from tests.refusal import refusal
 
@@ -30,13 +31,6 @@ NAME = "model.model.norm.weight"
 FILE = "shard-00001-model-00001-of-00001.safetensors"
 INFO = "DCP_SHARDING_INFO"
 """The entry of a file's own metadata in which torch keeps where in its tensor each part lies."""
-
-
-class Bomb:
-    """Creates the file MARKER in the working directory when somebody unpickles it."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return open, ("MARKER", "w")
 
 
 @dataclass(frozen=True)
