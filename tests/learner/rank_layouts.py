@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from tests.learner.rank_scenarios import (
     stop_following,
     with_reference,
 )
+from tests.learner.ranks import run_ranks
 from tests.learner.tiny import random_sequences, tiny_config, tiny_model, trained_tokens
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -137,6 +138,7 @@ def run_layout(
         "tokens": [s.tokens_trained for s in stats],
         "flops": [s.cost.flops for s in stats if s.cost is not None],
         "skipped": [s.skipped_sequence_ids for s in stats],
+        "routing": [s.routing for s in stats],
         "scores": {i: (one.logprobs, one.entropies) for i, one in sorted(scores.items())},
     }
     torch.save((found, published), target / "found.pt")
@@ -147,35 +149,42 @@ def assert_equal(got: Mapping[int, np.ndarray], expected: Mapping[int, np.ndarra
     assert all(np.array_equal(got[i], values) for i, values in expected.items())
 
 
-def run_cases(directory: Path) -> None:
-    """What each rank does: the cases of ``cases.json``, one after the other."""
-    ranks = init_ranks(tiny_config(directory, "qwen2"))
-    for name, model, lora in json.loads((directory / "cases.json").read_text(encoding="utf-8")):
-        config = layout_config(directory, model, LAYOUTS[name][1], lora=lora)
-        run_layout(config, ranks, case_directory(directory, name, model, lora=lora))
-    ranks.close()
-
-
 def value_sequences() -> list[TrainSequence]:
     """Those of ``layout_sequences``, with the slopes of a mean over their trained tokens."""
     sequences = layout_sequences()
     return [replace(s, slopes=s.advantages / trained_tokens(sequences)) for s in sequences]
 
 
-def run_values(directory: Path, ranks: Ranks, name: str, model: str, *, lora: bool) -> Path:
-    """``run_layout`` for the value model in ``directory / model``. Return where the results are."""
+def run_case(directory: Path, ranks: Ranks, name: str, model: str, *, lora: bool, of_values: bool) -> None:
+    """``run_layout`` for the model in ``directory / model``, which has a value head if ``of_values``."""
     config = layout_config(directory, model, {} if name == "alone" else LAYOUTS[name][1], lora=lora)
-    target = case_directory(directory, name, model, lora=lora)
-    run_layout(config, ranks, target, value_sequences(), objective=SlopeObjective(), head="value")
-    return target
+    target, settings = case_directory(directory, name, model, lora=lora), dict[str, Any]()
+    if of_values:
+        settings = {"sequences": value_sequences(), "objective": SlopeObjective(), "head": "value"}
+    run_layout(config, ranks, target, **settings)
 
 
-def run_value_cases(directory: Path) -> None:
-    """What each rank does: ``run_values`` for the cases of ``cases.json``."""
+def run_cases(directory: Path) -> None:
+    """What each rank does: the cases of ``cases.json``, one after the other."""
     ranks = init_ranks(tiny_config(directory, "qwen2"))
-    for name, model, lora in json.loads((directory / "cases.json").read_text(encoding="utf-8")):
-        run_values(directory, ranks, name, model, lora=lora)
+    cases, of_values = json.loads((directory / "cases.json").read_text(encoding="utf-8"))
+    for name, model, lora in cases:
+        run_case(directory, ranks, name, model, lora=lora, of_values=of_values)
     ranks.close()
+
+
+def compare_layouts(directory: Path, cases: Sequence[tuple[str, str, bool]], *, of_values: bool = False) -> None:
+    """Compare a step under each layout with that of one process: layout, model, and whether it has adapters."""
+    alone = init_ranks(tiny_config(directory, "qwen2"))
+    for model, lora in {(model, lora) for _, model, lora in cases}:
+        run_case(directory, alone, "alone", model, lora=lora, of_values=of_values)
+    for size in sorted({LAYOUTS[name][0] for name, _, _ in cases}):
+        of_size = [case for case in cases if LAYOUTS[case[0]][0] == size]
+        (directory / "cases.json").write_text(json.dumps([of_size, of_values]), encoding="utf-8")
+        run_ranks("laid_out", directory, world_size=size, timeout_s=max(300, 30 * len(of_size)))
+    for name, model, lora in cases:
+        results = (case_directory(directory, layout, model, lora=lora) for layout in (name, "alone"))
+        assert_same(*results)
 
 
 def pass_on(directory: Path) -> None:

@@ -11,12 +11,11 @@ from dataclasses import asdict, replace
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from async_rl.config.config import Config
@@ -117,36 +116,6 @@ def sequences_with_a_group() -> list[TrainSequence]:
     return [sequences[0], *(_with_prompt(s, prompt) for s in sequences[1:3]), *sequences[3:]]
 
 
-def pairs_loss(sums_S: torch.Tensor) -> torch.Tensor:
-    """A loss of the sums of six sequences that no sum over sequences equals: of each half of them, and their mean."""
-    return -torch.nn.functional.logsigmoid(0.5 * (sums_S[:3] - sums_S[3:])).mean() + 0.01 * sums_S.mean().square()
-
-
-def sloped(directory: Path) -> None:
-    """The gradient of ``pairs_loss`` by ranks that have different sequences, and by ranks that share them."""
-    from async_rl.extensions.offline.slopes import SlopeObjective, sequence_slopes, sequence_sums
-
-    ranks = init_ranks(tiny_config(directory, "model"))
-    for name, sequence_size in (("data", 1), ("sequence", ranks.world_size)):
-        sections = PLAIN | {"learner": {"max_tokens": 20}, "parallel": {"sequence": sequence_size}}
-        config = tiny_config(directory, "model", **sections)
-        engine = laid_out_engine(config, ranks, objective=SlopeObjective())
-        loss = 0.0
-        if leads(engine):
-            sequences = sequences_with_a_group()
-            sums = sequence_sums(sequences, engine.score_policy(sequences))
-            loss, with_slopes = sequence_slopes(sequences, sums, pairs_loss)
-            engine.update(with_slopes, version=0)
-            stop_following(engine)
-        moments = {n: t for n, t in engine.policy.optimizer.tensors().items() if n.startswith("exp_avg.")}
-        whole = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in moments.items()}
-        if ranks.is_leader:
-            torch.save(
-                (loss, {n.removeprefix("exp_avg."): t for n, t in whole.items()}), directory / f"sloped_{name}.pt"
-            )
-    ranks.close()
-
-
 def padded_config(directory: Path, sections: dict[str, Any]) -> Config:
     """A step that reports its gradient (PLAIN), in several micro-batches."""
     learner = {"max_tokens": 40} | sections.get("learner", {})
@@ -168,43 +137,6 @@ def sharded(directory: Path) -> None:
     ranks.close()
 
 
-def compiled_step(
-    directory: Path, *, is_compiled: bool, is_tested: bool = False, **sections: Any
-) -> dict[str, np.ndarray]:
-    """On rank 0, the gradients of a step in several micro-batches; if ``is_tested``, also the scores, after the
-    self-test. Empty on other ranks.
-    """
-    learner = {"compile": is_compiled, "max_tokens": 64} | sections.get("learner", {})
-    config = tiny_config(directory, "model", **(PLAIN | sections | {"learner": learner}))
-    ranks = init_ranks(config)
-    engine = FsdpEngine(config, ranks)
-    found: dict[str, np.ndarray] = {}
-    if leads(engine):
-        sequences = batch_for(0)
-        if is_tested:
-            engine.self_test()
-            found |= by_name(engine.score(sequences, of="policy"))
-        if config.loss.needs_reference:
-            sequences = with_reference(engine, sequences)
-        assert engine.update(sequences, version=0).stepped
-        stop_following(engine)
-    for name, tensor in engine.policy.optimizer.tensors().items():
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if name.startswith("exp_avg.") and ranks.is_leader:
-            found[name] = whole.numpy()
-    ranks.close()
-    return found
-
-
-def compiled(directory: Path) -> None:
-    """The same on several ranks, without generated code; rank 0 writes it."""
-    from async_rl.learner.engine import compilation
-
-    compilation.BACKEND = "aot_eager"
-    if found := compiled_step(directory, is_compiled=True, is_tested=True):
-        np.savez(directory / "compiled.npz", **cast(Any, found))
-
-
 def routed(sequences: list[TrainSequence]) -> list[TrainSequence]:
     """``sequences`` with random routes through 3 layers, 2 of 8 experts in each."""
     generator = np.random.default_rng(0)
@@ -221,27 +153,6 @@ def routed_config(directory: Path, **sections: Any) -> Config:
     plain = PLAIN | {"generator": {"backend": "transformers"}, "model": {"routing_replay": True}}
     merged = {name: plain.get(name, {}) | sections.get(name, {}) for name in plain.keys() | sections.keys()}
     return tiny_config(directory, "model", **merged)
-
-
-REPLAYED: dict[str, dict[str, Any]] = {"shards": {}, "stages": {"pipeline": 2}, "parts": {"sequence": 2}}
-"""Layouts of two ranks: the section ``parallel``."""
-
-
-def replayed(directory: Path) -> None:
-    """Under each layout one step with routing replay, in more micro-batches than ranks, saved."""
-    ranks = init_ranks(routed_config(directory))
-    for name, parallel in REPLAYED.items():
-        learner = {"max_tokens": 20 // parallel.get("sequence", 1)}
-        model = {"routing_replay": True, "gradient_checkpointing": "full"}
-        config = routed_config(directory, learner=learner, model=model, parallel=parallel)
-        engine = laid_out_engine(config, ranks)
-        if not leads(engine):
-            continue
-        stats = engine.update(routed(random_sequences(5, 12, spread=4)), version=0)
-        save(engine, directory / name, 1)
-        (directory / name / "routing.txt").write_text(str(stats.routing), encoding="utf-8")
-        stop_following(engine)
-    ranks.close()
 
 
 BALANCED: dict[str, dict[str, Any]] = {
@@ -345,35 +256,23 @@ def updates(directory: Path) -> None:
     fail_between_commands(directory, FsdpEngine(engine_config(directory, {}), ranks))
 
 
-def losses(directory: Path) -> None:
+def losses(directory: Path, sequence_size: int = 1) -> None:
     """For every loss one step on off-policy sequences, then one on two of them, one masked: other ranks are idle.
 
-    Writes gradients and statistics by loss, and the scores of both models, into ``ranks_<world size>``.
+    Writes gradients and statistics by loss, and the scores of both models, into ``ranks_<world size>``, with a budget
+    that makes several micro-batches a rank.
     """
-    ranks = init_ranks(loss_config(directory, {}))
-    write_losses(directory, ranks, directory / f"ranks_{ranks.world_size}", {**LOSSES, "guarded": GUARDED})
-
-
-SPLIT_LOSSES = ("dapo", "gspo", "gmpo", "decoupled_ppo", "grpo with KL in the loss", "reinforce with entropy",
-                "a loss of the user's own")  # fmt: skip
-
-
-def split_losses(directory: Path) -> None:
-    """As ``losses``, for a few of them, by ranks that share every sequence. Writes into ``parts_<world size>``."""
-    ranks = init_ranks(loss_config(directory, {}))
-    ranks.layout = Layout(sequence=ranks.world_size)
-    chosen = {name: LOSSES[name] for name in SPLIT_LOSSES} | {"guarded": GUARDED}
-    write_losses(directory, ranks, directory / f"parts_{ranks.world_size}", chosen)
-
-
-def write_losses(directory: Path, ranks: Ranks, target: Path, of: dict[str, dict[str, Any]]) -> None:
-    """What ``losses`` writes, with a budget that makes several micro-batches a rank."""
     from async_rl.learner.losses.objective import policy_objective
 
     # The loss that loads a reference.
-    engine = FsdpEngine(loss_config(directory, LOSSES["grpo with KL in the loss"], max_tokens=40), ranks)
+    config = loss_config(directory, LOSSES["grpo with KL in the loss"], max_tokens=40)
+    ranks = init_ranks(config)
+    if sequence_size > 1:
+        ranks.layout = Layout(sequence=sequence_size)
+    engine = FsdpEngine(config, ranks)
+    target = directory / f"{'parts' if sequence_size > 1 else 'ranks'}_{ranks.world_size}"
     target.mkdir(exist_ok=True)
-    for name, loss in of.items():
+    for name, loss in {**LOSSES, "guarded": GUARDED}.items():
         engine.policy.objective = policy_objective(loss_config(directory, loss))
         for chosen in (range(7), (0, 5)):
             stem = target / f"{name}, {len(chosen)}"
@@ -392,6 +291,11 @@ def write_losses(directory: Path, ranks: Ranks, target: Path, of: dict[str, dict
             if ranks.is_leader:
                 np.savez(stem.with_suffix(".npz"), **whole)
     ranks.close()
+
+
+def split_losses(directory: Path) -> None:
+    """As ``losses``, by two ranks that share every sequence. Writes into ``parts_2``."""
+    losses(directory, sequence_size=2)
 
 
 def leaving(directory: Path) -> None:
@@ -588,7 +492,7 @@ def optimized(directory: Path) -> None:
 
 
 ELSEWHERE = {
-    "resumed": "resumed_run.start", "laid_out": "rank_layouts.run_cases", "valued": "rank_layouts.run_value_cases",
+    "resumed": "resumed_run.start", "laid_out": "rank_layouts.run_cases",
     "passed_on": "rank_layouts.pass_on", "on_trunk": "engine.on_trunk.run_on_trunk",
     "split_attention": "model.split_attention.compare_parts", "variants": "engine.shared_cases.run_variants",
     "staged": "layouts.staged.run_staged", "stopped": "stopped_ranks.start",

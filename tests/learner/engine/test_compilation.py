@@ -6,19 +6,17 @@ import shutil
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import pytest
 import torch
 import torch._dynamo
-from torch import nn
+from torch import Tensor, nn
 
 from async_rl.errors import ConfigError, ModelError
 from async_rl.launch.checks.machine import check_compiler
 from async_rl.learner.engine import compilation
 from tests.learner.model.reference import engine_of
 from tests.learner.moe import moe_model
-from tests.learner.rank_scenarios import batch_for, compiled_step
-from tests.learner.ranks import run_ranks
+from tests.learner.rank_scenarios import PLAIN, batch_for, with_reference
 from tests.learner.tiny import tiny_config, tiny_model
 
 RECOMPUTED = {"gradient_checkpointing": "full"}
@@ -29,10 +27,20 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
-    assert found.keys() == expected.keys()
-    for name, values in expected.items():
-        np.testing.assert_allclose(found[name], values, atol=1e-5, rtol=1e-5, err_msg=name)
+def gradients_of(directory: Path, *, is_compiled: bool, **sections: Any) -> dict[str, Tensor]:
+    """Those of a step in several micro-batches."""
+    learner = {"compile": is_compiled, "max_tokens": 64} | sections.get("learner", {})
+    engine = engine_of(tiny_config(directory, "model", **(PLAIN | sections | {"learner": learner})))
+    sequences = batch_for(0)
+    if "loss" in sections:
+        sequences = with_reference(engine, sequences)
+    assert engine.update(sequences, version=0).stepped
+    return {name: tensor for name, tensor in engine.policy.optimizer.tensors().items() if name.startswith("exp_avg.")}
+
+
+def assert_same_compiled(directory: Path, **sections: Any) -> None:
+    compiled, plain = (gradients_of(directory, is_compiled=is_compiled, **sections) for is_compiled in (True, False))
+    torch.testing.assert_close(compiled, plain, atol=1e-5, rtol=1e-5)
 
 
 @pytest.fixture
@@ -44,8 +52,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_gradients_are_those_of_uncompiled_layers(tmp_path: Path):
     tiny_model(tmp_path / "model")
-    expected = compiled_step(tmp_path, is_compiled=False)
-    assert_same(compiled_step(tmp_path, is_compiled=True), expected)
+    assert_same_compiled(tmp_path)
 
 
 @pytest.mark.slow
@@ -55,16 +62,7 @@ def test_gradients_are_those_of_uncompiled_layers(tmp_path: Path):
 )
 def test_so_they_are_in_every_setting_of_the_engine(tmp_path: Path, name: str):
     (moe_model if name == "experts" else tiny_model)(tmp_path / "model")
-    expected = compiled_step(tmp_path, **SETTINGS[name], is_compiled=False)
-    assert_same(compiled_step(tmp_path, **SETTINGS[name], is_compiled=True), expected)
-
-
-@pytest.mark.long
-def test_so_they_are_with_scores_and_the_self_test_on_two_ranks(tmp_path: Path):
-    tiny_model(tmp_path / "model")
-    expected = compiled_step(tmp_path, is_tested=True, is_compiled=False)
-    run_ranks("compiled", tmp_path)
-    assert_same(dict(np.load(tmp_path / "compiled.npz")), expected)
+    assert_same_compiled(tmp_path, **SETTINGS[name])
 
 
 @pytest.mark.slow

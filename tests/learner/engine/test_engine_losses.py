@@ -27,7 +27,6 @@ from tests.learner.engine.test_fsdp_engine import assert_same_stats
 from tests.learner.model.reference import Tensors, assert_near, engine_of
 from tests.learner.rank_scenarios import (
     LOSSES,
-    SPLIT_LOSSES,
     VERSION,
     loss_config,
     off_policy_sequences,
@@ -37,7 +36,9 @@ from tests.learner.rank_scenarios import (
 from tests.learner.ranks import run_ranks
 from tests.learner.tiny import tiny_model
 
-WORLD_SIZES = [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.long)]
+ON_RANKS = [pytest.param(where, marks=pytest.mark.long if where == "ranks_4" else pytest.mark.slow)
+            for where in ("ranks_2", "parts_2", "ranks_4")]  # fmt: skip
+"""Folders of what ranks wrote: their number, and whether they share every sequence."""
 
 
 def gradient_of(state: Mapping[str, torch.Tensor]) -> Tensors:
@@ -81,12 +82,12 @@ def one(root: Path) -> OneRank:
 
 @pytest.fixture(scope="module")
 def on_ranks(root: Path) -> Any:
-    """The scenario's folder for a world size, run once."""
+    """A folder of ``ON_RANKS``, written once."""
 
     @cache
-    def run(world_size: int) -> Path:
-        run_ranks("losses", root, world_size=world_size)
-        return root / f"ranks_{world_size}"
+    def run(where: str) -> Path:
+        run_ranks("losses" if "ranks" in where else "split_losses", root, world_size=int(where[-1]))
+        return root / where
 
     return run
 
@@ -137,8 +138,10 @@ def test_the_losses_differ(one: OneRank):
         assert float((left - right).norm()) > 1e-3 * float(right.norm())
 
 
-def assert_as_one(one: OneRank, directory: Path, loss: str) -> None:
-    """Ranks that wrote to ``directory`` have the gradients and the statistics of one."""
+@pytest.mark.parametrize("where", ON_RANKS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_ranks_have_the_gradient_and_the_statistics_of_one(one: OneRank, on_ranks: Any, where: str, loss: str):
+    directory = on_ranks(where)
     # One trained sequence and a masked one: other ranks have nothing to do, and join.
     two = one.gradient(loss, [one.sequences[0], one.sequences[5]])
     assert_near(gradient_of(optimizer_state(directory, f"{loss}, 2")), two)
@@ -147,8 +150,10 @@ def assert_as_one(one: OneRank, directory: Path, loss: str) -> None:
     assert_same_stats(json.loads(json.dumps(plain_stats(one.stats))), theirs)
 
 
-def assert_scores_and_skips(one: OneRank, directory: Path) -> None:
-    """As one rank, and a step that is skipped leaves the optimizer as the last step did."""
+@pytest.mark.parametrize("where", ON_RANKS)
+def test_ranks_score_and_skip_as_one(one: OneRank, on_ranks: Any, where: str):
+    # A step that is skipped leaves the optimizer as the last step did.
+    directory = on_ranks(where)
     entropies = {i: scores.entropies for i, scores in one.engine.score_policy(one.sequences).items()}
     policy, reference = (one.engine.score(one.sequences, of=of) for of in ("policy", "reference"))
     for name, expected in (("policy", policy), ("reference", reference), ("entropies", entropies)):
@@ -161,37 +166,3 @@ def assert_scores_and_skips(one: OneRank, directory: Path) -> None:
     assert "loss.min_ess = 0.999" in stats["reason"]
     before, after = (optimizer_state(directory, name) for name in (f"{list(LOSSES)[-1]}, 2", "guarded, 7"))
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
-
-
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("loss", LOSSES)
-def test_ranks_have_the_gradient_and_the_statistics_of_one(one: OneRank, on_ranks: Any, world_size: int, loss: str):
-    assert_as_one(one, on_ranks(world_size), loss)
-
-
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_ranks_score_and_skip_as_one(one: OneRank, on_ranks: Any, world_size: int):
-    assert_scores_and_skips(one, on_ranks(world_size))
-
-
-@pytest.fixture(scope="module")
-def in_parts(root: Path) -> Path:
-    """What two ranks wrote that share every sequence."""
-    run_ranks("split_losses", root)
-    return root / "parts_2"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("loss", SPLIT_LOSSES)
-def test_ranks_that_share_every_sequence_have_the_gradient_and_the_statistics_of_one(
-    one: OneRank, in_parts: Path, loss: str
-):
-    assert_as_one(one, in_parts, loss)
-
-
-@pytest.mark.slow
-def test_ranks_that_share_every_sequence_score_and_skip_as_one_and_count_their_work_once(one: OneRank, in_parts: Path):
-    assert_scores_and_skips(one, in_parts)
-    one.gradient("dapo", one.sequences, max_tokens=40)
-    assert one.stats.cost is not None
-    assert json.loads((in_parts / "dapo, 7.json").read_text())["cost"]["flops"] == one.stats.cost.flops

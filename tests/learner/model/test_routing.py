@@ -21,8 +21,7 @@ from async_rl.learner.sequences import TrainSequence
 from async_rl.routes import FAMILIES
 from tests.learner.model.reference import Tensors, engine_of, gradients
 from tests.learner.moe import moe_model
-from tests.learner.rank_scenarios import REPLAYED, routed, routed_config, save
-from tests.learner.ranks import run_ranks
+from tests.learner.rank_scenarios import routed, routed_config, save
 from tests.learner.tiny import random_sequences, tiny_config, tiny_model
 
 
@@ -144,16 +143,6 @@ def test_a_step_is_the_same_recomputed_padded_and_in_small_micro_batches(tmp_pat
         assert other.routing == stats.routing, name
     _, free = stepped(tmp_path, "free", lora=lora, model={"routing_replay": False})
     assert max(float((free[key] - expected[key]).abs().max()) for key in free) > 1e-4
-
-
-@pytest.mark.slow
-def test_two_ranks_take_the_step_of_one(tmp_path: Path):
-    moe_model(tmp_path / "model")
-    stats, expected = stepped(tmp_path, "one")
-    run_ranks("replayed", tmp_path)
-    for name in REPLAYED:
-        assert_near(gradients(tmp_path / name), expected)
-        assert (tmp_path / name / "routing.txt").read_text() == str(stats.routing)
 
 
 def test_the_reference_chooses_by_itself(tmp_path: Path):

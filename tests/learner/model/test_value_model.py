@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +17,11 @@ from async_rl.learner.checkpoints.stored_tensors import load_tensors
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.export.model import export_adapter, export_checkpoint
 from async_rl.learner.model.loading import load_policy, open_model, read_first_layers
-from async_rl.learner.ranks import init_ranks
 from async_rl.learner.sequences import TrainSequence
 from tests.families.catalogue import build
 from tests.learner.model.reference import engine_of, gradients, saved
-from tests.learner.rank_layouts import (
-    assert_same,
-    case_directory,
-    layout_config,
-    layout_model,
-    run_values,
-    value_sequences,
-)
+from tests.learner.rank_layouts import compare_layouts, layout_config, layout_model, value_sequences
 from tests.learner.rank_scenarios import save
-from tests.learner.ranks import run_ranks
 from tests.learner.tiny import tiny_config, tiny_model
 
 IDS = torch.arange(4, 20)[None]
@@ -114,22 +104,17 @@ def test_a_causal_lm_gets_a_head_of_zeros_which_is_trained_restored_and_exported
         torch.testing.assert_close(adapted(input_ids=IDS).logits, merged(input_ids=IDS).logits, atol=1e-5, rtol=1e-5)
 
 
-CASES = [("sequence 2", "qwen2", True), ("pipeline 2", "llama", True), ("tensor 2", "qwen3", False)]
+CASES = [("shards 2", "qwen2", False), ("sequence 2", "qwen2", True), ("pipeline 2", "llama", True),
+         ("tensor 2", "qwen3", False)]  # fmt: skip
 """Layout, model, and whether it has adapters."""
 
 
 @pytest.mark.slow
 def test_two_ranks_compute_the_values_and_steps_of_one(tmp_path: Path):
-    for model in {"qwen2", *(model for _, model, _ in CASES)}:
+    for model in {model for _, model, _ in CASES}:
         layout_model(tmp_path / model, model)
         value_weights(tmp_path / model)
-    alone = init_ranks(tiny_config(tmp_path, "qwen2"))
-    for model, lora in {(model, lora) for _, model, lora in CASES}:
-        run_values(tmp_path, alone, "alone", model, lora=lora)
-    (tmp_path / "cases.json").write_text(json.dumps(CASES), encoding="utf-8")
-    run_ranks("valued", tmp_path)
-    for name, model, lora in CASES:
-        assert_same(*(case_directory(tmp_path, layout, model, lora=lora) for layout in (name, "alone")))
+    compare_layouts(tmp_path, CASES, of_values=True)
 
 
 @pytest.mark.parametrize("model", ["qwen2", "values"])
