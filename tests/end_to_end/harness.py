@@ -155,6 +155,16 @@ def check_ledger(run_dir: Path) -> dict[str, Any]:
     return ledger
 
 
+def launched(directory: Path, config: Mapping[str, Any], *options: str) -> list[dict[str, Any]]:
+    """Launch a run to its end. Return the rows of its steps, which are all that the config asks for."""
+    with roles(directory / "logs") as start:
+        start("launch", "launch", str(write_config(directory / "config.toml", config)), *options).succeed()
+    run_dir = Path(config["run"]["dir"])
+    check_ledger(run_dir)
+    assert steps(run_dir) == list(range(1, config["learner"]["steps"] + 1))
+    return [row for row in metrics(run_dir) if "version" in row]
+
+
 def state_of(pid: int) -> str | None:
     """The kernel's letter for a process's state: T is stopped, Z dead and not waited for; None if there is none."""
     try:

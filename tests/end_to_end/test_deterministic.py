@@ -47,7 +47,17 @@ from async_rl.records import Lease, Prompt, Rollout
 from async_rl.rewards.registry import build_reward
 from async_rl.run.records.eval_records import answer_record
 from tests.end_to_end.conftest import Network
-from tests.end_to_end.harness import ROOT, check_ledger, metrics, queue_address, roles, steps, wait_until, write_config
+from tests.end_to_end.harness import (
+    ROOT,
+    check_ledger,
+    launched,
+    metrics,
+    queue_address,
+    roles,
+    steps,
+    wait_until,
+    write_config,
+)
 from tests.end_to_end.tiny import tiny_config
 
 NUM_STEPS = 4
@@ -239,11 +249,9 @@ def test_three_generators_with_evaluations_between_and_weights_as_differences_gi
         tmp_path, task, generator={"count": 3, "batch_size": 4}, eval={"every": 1},
         weights={"transport": "tcp", "deltas": "on"},
     )  # fmt: skip
-    with roles(tmp_path / "logs") as start:
-        start("launch", "launch", str(write_config(tmp_path / "config.toml", raw))).succeed()
+    launched(tmp_path, raw)
     assert_same_bits(result_of(tmp_path / "run"), expected)
     check_pulled_by_deltas(tmp_path / "run")
-    check_ledger(tmp_path / "run")
 
 
 def launch_twice(directory: Path, raw: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from async_rl.extensions.quickstart import sums
-from tests.end_to_end.harness import check_ledger, metrics, roles, steps, write_config
+from tests.end_to_end.harness import launched
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
 from tests.ports import free_address
 
@@ -57,21 +57,13 @@ def a_config(directory: Path, **changes: dict[str, Any]) -> dict[str, Any]:
     return raw
 
 
-def train(directory: Path, raw: dict[str, Any], num_steps: int) -> list[dict[str, Any]]:
-    raw["learner"]["steps"] = num_steps
-    with roles(directory / "logs") as start:
-        start("launch", "launch", str(write_config(directory / "config.toml", raw))).succeed()
-    assert steps(directory / "run") == list(range(1, num_steps + 1))
-    check_ledger(directory / "run")
-    return [row for row in metrics(directory / "run") if "version" in row]
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_student_comes_nearer_to_its_teacher_under_every_layout(tmp_path: Path, layout: str):
     raw = a_config(tmp_path, **LAYOUTS[layout])
     raw["optimizer"]["lr"] = 1e-2 if layout == "adapters" else 3e-3
-    rows = train(tmp_path, raw, 24)
+    raw["learner"]["steps"] = 24
+    rows = launched(tmp_path, raw)
     first, last = (sum(row["distill/kl"] for row in part) / 3 for part in (rows[:3], rows[-3:]))
     assert 0 < last < 0.8 * first
     assert all(row["ratio/mean"] == pytest.approx(1.0, abs=1e-5) for row in rows)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.end_to_end.faults_harness import fault_config, fault_run, judge
-from tests.end_to_end.harness import check_ledger, metrics, roles, steps, write_config
+from tests.end_to_end.harness import check_ledger, launched, metrics, roles, steps, write_config
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
 from tests.fault_points import FAULT_POINTS
 
@@ -62,9 +62,7 @@ def test_ranks_sample_in_every_layout_that_is_allowed(tmp_path: Path, sections: 
     merged = {name: dict(keys) for name, keys in sections.items()}
     merged["generator"] = ALONE | merged.get("generator", {})
     merged["learner"] = {"steps": NUM_STEPS, "generate": True} | merged.get("learner", {})
-    config = write_config(tmp_path / "config.toml", tiny_config(tmp_path, task, **merged))
-    with roles(tmp_path / "logs") as start:
-        start("launch", "launch", str(config)).succeed()
+    launched(tmp_path, tiny_config(tmp_path, task, **merged))
     rows = _check(tmp_path / "run")
     num_ranks, num_generators = merged["learner"].get("nproc", 1), merged["generator"]["count"]
     assert rows[-1]["generators"] == num_ranks + num_generators

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.end_to_end.harness import check_ledger, metrics, roles, steps, write_config
+from tests.end_to_end.harness import launched, roles
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
 from tests.learner.rank_layouts import LAYOUTS, LORA, layout_weights, model_for
 
@@ -34,13 +34,11 @@ def layout_run(root: Path, name: str, **changes: Any) -> list[dict[str, Any]]:
         loss={"kl_coef": 0.1, "kl_placement": "loss", "entropy_coef": 0.1},
         experimental={"parity_every": 1},
     )
+    rows = launched(root, raw)
     with roles(root / "logs") as start:
-        start("launch", "launch", str(write_config(root / "config.toml", raw))).succeed()
         start("eval", "eval", str(root / "run"), "--dataset", task["held_out"], "--max-new-tokens", "8").succeed()
-    check_ledger(root / "run")
-    assert steps(root / "run") == list(range(1, NUM_STEPS + 1))
     assert (root / "run" / "export" / "model.safetensors").is_file()
-    return [row for row in metrics(root / "run") if "version" in row]
+    return rows
 
 
 def check_run(rows: list[dict[str, Any]]) -> None:
@@ -68,9 +66,7 @@ def test_a_run_whose_answers_reach_the_longest_sequence_of_two_ranks_leaves_noth
         learner={"steps": NUM_STEPS, "nproc": 2, "max_tokens": 9},
         parallel={"sequence": 2},
     )
-    with roles(tmp_path / "logs") as start:
-        start("launch", "launch", str(write_config(tmp_path / "config.toml", raw))).succeed()
-    rows = [row for row in metrics(tmp_path / "run") if "version" in row]
+    rows = launched(tmp_path, raw)
     assert {(row["length/max"], row["tokens/masked"]) for row in rows} == {(12, 0)}
     # 4 groups of 2 answers.
     assert [row["tokens/trained"] for row in rows] == [8 * row["length/mean"] for row in rows]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from async_rl.run.records.metric_table import METRIC_KEYS
-from tests.end_to_end.harness import check_ledger, metrics, roles, steps, write_config
+from tests.end_to_end.harness import check_ledger, launched, metrics, roles, steps, write_config
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
 from tests.learner.loop.test_profiling import ranges
 from tests.run.metric_keys import declared_key
@@ -85,15 +85,8 @@ def test_a_run_with_rewards_of_the_user_s_own_over_a_table(tmp_path: Path):
         "eval": {"table": str(tmp_path / "rows.csv")},
         "on_long_prompt": "truncate",
     }
-    path = write_config(tmp_path / "config.toml", config)
-    with roles(tmp_path / "logs") as start:
-        start("launch", "launch", str(path), "--profile", "2").succeed()
-    run_dir = tmp_path / "run"
-    assert steps(run_dir) == [1, 2, 3]
-    for row in metrics(run_dir):
-        if "reward/mean" in row:
-            assert (row["reward/mean"], row["accuracy/mean"]) == (pytest.approx(1.25), 1.0)
-    check_ledger(run_dir)
+    rows, run_dir = launched(tmp_path, config, "--profile", "2"), tmp_path / "run"
+    assert [(row["reward/mean"], row["accuracy/mean"]) for row in rows] == [(pytest.approx(1.25), 1.0)] * 3
     emitted = {key: declared_key(key) for row in metrics(run_dir) for key in row}
     assert [key for key, declared in emitted.items() if declared is None] == []
     assert METRIC_KEYS.keys() - emitted.values() <= MAY_BE_ABSENT

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.end_to_end.harness import check_ledger, metrics, roles, steps, write_config
+from tests.end_to_end.harness import check_ledger, launched
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
 
 pytestmark = pytest.mark.vllm
@@ -33,12 +33,8 @@ def test_a_learner_that_samples_with_vllm_is_the_whole_system(tmp_path: Path, se
     task = write_tiny_task(tmp_path)
     merged = {"generator": ALONE, "experimental": VLLM} | sections
     merged["learner"] = {"steps": NUM_STEPS, **WITH_VLLM} | sections.get("learner", {})
-    config, run_dir = write_config(tmp_path / "config.toml", tiny_config(tmp_path, task, **merged)), tmp_path / "run"
-    with roles(tmp_path / "logs") as start:
-        start("launch", "launch", str(config)).succeed()
-    assert steps(run_dir) == list(range(1, NUM_STEPS + 1))
-    assert check_ledger(run_dir)["groups"]["trained"] == NUM_STEPS * 4
-    rows = [row for row in metrics(run_dir) if "version" in row]
+    rows = launched(tmp_path, tiny_config(tmp_path, task, **merged))
+    assert check_ledger(tmp_path / "run")["groups"]["trained"] == NUM_STEPS * 4
     for row in rows:
         assert row["learner_sampled/groups"] == 4
         assert 0 <= row["idle/learner_used"] <= 1

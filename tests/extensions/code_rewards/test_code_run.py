@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.harness import ROOT, check_ledger, metrics, roles, steps, wait_until, write_config
+from tests.end_to_end.harness import ROOT, launched, metrics, roles, wait_until
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
 from tests.ports import free_address
 
@@ -38,10 +38,7 @@ def test_code_rows_are_sampled_graded_and_trained_on(tmp_path: Path, is_remote: 
         if is_remote:
             verifier = start("verifier", "verifier", "--bind", address, "--set", "reward.code.packages=[]")
             wait_until("the verifier", lambda: address in verifier.log)
-        start("launch", "launch", str(write_config(tmp_path / "config.toml", raw))).succeed()
-    assert steps(tmp_path / "run") == [1, 2]
-    check_ledger(tmp_path / "run")
-    trained = [row for row in metrics(tmp_path / "run") if "version" in row]
+        trained = launched(tmp_path, raw)
     assert all(0 < row["accuracy/mean"] < 1 for row in trained)
     # 10 answers, each right with probability a half: none or all of them once in 500 runs, and the seed is fixed.
     evaluated = [row["eval/mbpp/accuracy"] for row in metrics(tmp_path / "run") if "eval/mbpp/accuracy" in row]
