@@ -96,11 +96,6 @@ class Config(Section):
         return self.learner.generate and self.learner.generate_backend == "vllm"
 
     @property
-    def has_critic_model(self) -> bool:
-        """Whether a critic with a model of its own is trained."""
-        return self.loss.has_critic and self.critic.trunk == "own"
-
-    @property
     def has_reference_model(self) -> bool:
         """Whether the learner loads a reference model of its own, which adapters need not."""
         return self.loss.needs_reference and (not self.lora.is_set or bool(self.loss.kl_reference))

@@ -12,11 +12,6 @@ from async_rl.config.section import Recorded, Section
 class CriticConfig(Section):
     """The critic of loss.advantage = "gae", which estimates the reward to come at every token."""
 
-    trunk: Literal["own", "policy"] = Field(
-        default="own",
-        description="What computes the hidden states of the value head: a model of its own, or the policy, which the "
-        "value loss does not change.",
-    )
     path: str | None = Field(
         default=None,
         description="Model that the critic begins with: a causal language model with the policy's tokenizer, or a "
@@ -54,8 +49,7 @@ class CriticConfig(Section):
     lr: Recorded[float] = Field(
         default=5e-6,
         gt=0,
-        description="Highest learning rate of the critic. See optimizer.lr. A head alone (critic.trunk) needs a higher "
-        "one, such as 1e-4.",
+        description="Highest learning rate of the critic. See optimizer.lr.",
     )
     schedule: Recorded[Literal["constant", "cosine", "linear"]] = Field(
         default="constant", description="How the critic's learning rate changes from the end of the warm-up on."

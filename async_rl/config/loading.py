@@ -39,11 +39,14 @@ _ROUTER_KEYS = (
     "router_z_loss_coef", "update_router_bias",
 )  # fmt: skip
 """Names under which a user may ask for another loss of the routers or updates of their bias, in any section."""
-_REPLACED: Mapping[str, str] = dict.fromkeys(
-    ("queue.adaptive", "experimental.adaptive_min_ess", "experimental.adaptive_max_kl"),
-    'remove it: queue.run_ahead = "auto" keeps data younger than a bound that lowers itself did',
-)
-"""Key that measurements took out -> what replaces it."""
+_REPLACED: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("queue.adaptive", "experimental.adaptive_min_ess", "experimental.adaptive_max_kl"),
+        'remove it: queue.run_ahead = "auto" keeps data younger than a bound that lowers itself did',
+    ),
+    "critic.trunk": "remove it: a critic has a model of its own, and critic.path may name a smaller one",
+}
+"""Key that is gone -> what replaces it."""
 _EXPECTED: Mapping[str, str] = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",

@@ -160,8 +160,8 @@ def plan_memory(
 ) -> MemoryPlan:
     """Predict the peak memory of a rank of the learner of ``config``, in the layout ``sizes``.
 
-    With ``learner.offload = "all"`` weights, gradients and state are on the host, and not in the plan. A critic with a
-    model of its own counts as a second model of this shape.
+    With ``learner.offload = "all"`` weights, gradients and state are on the host, and not in the plan. A critic counts
+    as a second model of this shape.
 
     Args:
         shape: the model's.
@@ -173,7 +173,7 @@ def plan_memory(
     weights, gradients, state = _stored(shape, config, sizes, device, has_reference=has_reference)
     copies = num_sampling_copies(config, sizes.num_ranks, device)
     weights += copies * shape.num_parameters * compute_bytes(config, device)
-    if config.has_critic_model:  # gradients are those of one model at a time
+    if config.loss.has_critic:  # gradients are those of one model at a time
         of_critic = _stored(shape, config.of_critic, sizes, device, has_reference=False)
         weights, state = weights + of_critic[0], state + of_critic[2]
     layers, inside, last = _activations(shape, config, sizes, device)

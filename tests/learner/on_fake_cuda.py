@@ -76,7 +76,6 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "adamw-bf16": {"optimizer": {"name": "adamw_bf16"}},
         "muon": {"optimizer": {"name": "muon"}},
         "critic": {"loss": {"advantage": "gae"}},
-        "critic-on-trunk": {"loss": {"advantage": "gae"}, "critic": {"trunk": "policy"}},
         "teacher": {"distill": {"teacher": "t", "form": "loss", "top_k": 4}, "scorer": SCORER},
         "chunks": {},
         "chunks-with-masks": {"loss": {"entropy_coef": 0.01}},

@@ -493,7 +493,7 @@ def optimized(directory: Path) -> None:
 
 ELSEWHERE = {
     "resumed": "resumed_run.start", "laid_out": "rank_layouts.run_cases",
-    "passed_on": "rank_layouts.pass_on", "on_trunk": "engine.on_trunk.run_on_trunk",
+    "passed_on": "rank_layouts.pass_on",
     "split_attention": "model.split_attention.compare_parts", "variants": "engine.shared_cases.run_variants",
     "staged": "layouts.staged.run_staged", "stopped": "stopped_ranks.start",
 }  # fmt: skip

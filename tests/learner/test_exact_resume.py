@@ -37,7 +37,6 @@ TEACHER = {
     "generator": {"backend": "transformers"},  # the other one knows no vocabulary that a teacher could share
 }
 MOVING = {"loss": {"preset": "grpo", "reference_every": 3, "reference_decay": 0.4, "advantage": "per_part_norm"}}
-ON_TRUNK = CRITIC | {"critic": {**CRITIC["critic"], "trunk": "policy", "lr": 1e-2}}
 OF_TWO = ("learner.forward-rank-1", "learner.backward", "learner.trained", "learner.checkpoint_saved")
 
 
@@ -60,7 +59,7 @@ RUNS: dict[str, tuple[int, dict[str, Any], tuple[str, ...], int]] = {
     "two ranks, all, stale": (2, {}, WITH_RANK_1, 2),
     **{
         f"{name}{what}, all": (size, sections | more, points, bound)
-        for name, sections in {"critic": CRITIC, "teacher": TEACHER, "critic on the policy": ON_TRUNK}.items()
+        for name, sections in {"critic": CRITIC, "teacher": TEACHER}.items()
         for what, size, more, points, bound in (
             ("", 1, {}, ALL, 2), (", two ranks", 2, {}, WITH_RANK_1, 0), (", adapters", 1, LORA, ALL, 0),
             (", sequence 2", 2, SPLIT, ALL, 0),

@@ -143,8 +143,6 @@ def test_a_critic_adds_weights_and_optimizer_state_but_no_gradients(directory: P
     )
     assert (beside.weights, beside.optimizer) == (2 * alone.weights, 2 * alone.optimizer)
     assert (beside.gradients, beside.activations) == (alone.gradients, alone.activations)
-    head = measured_config(directory, "model", {"loss": {"advantage": "gae"}, "critic": {"trunk": "policy"}})
-    assert plan_memory(shape, head, Layout(), device="cpu") == alone
 
 
 def test_an_unknown_kind_of_model_is_named():

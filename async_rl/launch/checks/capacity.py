@@ -105,8 +105,8 @@ def _float32_bytes(config: Config, num_copies: int) -> int:
 
 
 def _of_critic(config: Config, measure: Callable[[Config], int]) -> int:
-    """Return ``measure`` of the critic's settings. 0 if it has no model of its own."""
-    return measure(config.of_critic) if config.has_critic_model else 0
+    """Return ``measure`` of the critic's settings. 0 if there is none."""
+    return measure(config.of_critic) if config.loss.has_critic else 0
 
 
 def find_size(config: Config) -> Iterator[Finding]:

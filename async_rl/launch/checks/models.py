@@ -59,7 +59,7 @@ def check_critic(config: Config) -> Iterator[Finding]:
     Raises:
         ModelError: there is none, or it can't be trained at this precision.
     """
-    if not config.has_critic_model or config.critic.path is None:
+    if not config.loss.has_critic or config.critic.path is None:
         return
     with naming("critic.path", ModelError):
         check_precision(model_directory(config.critic.path), config.model.dtype)

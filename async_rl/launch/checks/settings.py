@@ -65,7 +65,7 @@ def check_division(config: Config) -> None:
     Raises:
         UserError: they have not.
     """
-    own = (config.critic.path,) if config.has_critic_model and config.critic.path is not None else ()
+    own = (config.critic.path,) if config.loss.has_critic and config.critic.path is not None else ()
     for path in (config.model.path, *own):
         settings = model_settings(path)
         check_sizes(config.parallel, settings.get("text_config") or settings)

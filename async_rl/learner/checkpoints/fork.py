@@ -210,14 +210,12 @@ def _check_critic(point: ForkPoint, old: Config, new: Config) -> None:
             f"needs, got {point.checkpoint}, which has none; leave out --from, and set model.path to what `async-rl "
             f"export {point.checkpoint}` writes"
         )
-    for key in ("trunk", "path"):
-        before, now = (getattr(config.critic, key) for config in (old, new))
-        if before != now:
-            expected, got = ("no value" if value is None else repr(value) for value in (before, now))
-            raise RunError(
-                f"critic.{key}: expected {expected}, as in the config of {point.checkpoint}, whose critic the fork "
-                f"goes on with, got {got}; set it back, or begin with another critic in a run without --from"
-            )
+    if old.critic.path != new.critic.path:
+        expected, got = ("no value" if path is None else repr(path) for path in (old.critic.path, new.critic.path))
+        raise RunError(
+            f"critic.path: expected {expected}, as in the config of {point.checkpoint}, whose critic the fork goes on "
+            f"with, got {got}; set it back, or begin with another critic in a run without --from"
+        )
 
 
 def _forked_extra(state: TrainerState, snapshot: bytes, config: Config, changed: Collection[str]) -> dict[str, object]:

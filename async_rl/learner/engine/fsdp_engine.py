@@ -27,7 +27,6 @@ from async_rl.learner.checkpoints.files import model_part, write_extra
 from async_rl.learner.checkpoints.stored_tensors import write_training_state
 from async_rl.learner.data.packing import MicroBatch, by_sequence, from_arrays, padded_cost, to_arrays
 from async_rl.learner.engine.trained_model import TrainedModel
-from async_rl.learner.engine.trunk_critic import TrunkCritic
 from async_rl.learner.interface import ModelName, PolicyScores, ScoredBy, TokenOutcomes, UpdateStats
 from async_rl.learner.layouts.mesh import Mesh
 from async_rl.learner.losses.objective import Objective, policy_objective
@@ -112,7 +111,7 @@ class FsdpEngine:
                 config, ranks, mesh, self._clock, objective=of_policy, schedule=schedule or policy_schedule(config),
                 head=head, max_length=max_length, is_policy=objective is None,
             )  # fmt: skip
-            self.models: dict[ModelName, TrainedModel | TrunkCritic] = {"policy": policy}
+            self.models: dict[ModelName, TrainedModel] = {"policy": policy}
             self.critic: CriticCommands | None = None
             if objective is None and config.loss.has_critic:
                 self.models["critic"] = _load_critic(config, ranks, mesh, self._clock, policy, max_length=max_length)
@@ -137,8 +136,6 @@ class FsdpEngine:
         layout = self._ranks.layout
         copies = layout.num_data_ranks * layout.pipeline
         for name, trained in self.models.items():
-            if isinstance(trained, TrunkCritic):
-                continue  # it computes nothing but its head
             if self._config.learner.compile:
                 parts = trained.pack(short_sequences(trained.model, copies=copies))
                 with self._command("check_compiled"):
@@ -380,7 +377,7 @@ class FsdpEngine:
             case _:
                 raise ValueError(f"expected a known command of rank 0, got {message.type!r}; {SAME_VERSION}")
 
-    def _addressed(self, message: Message) -> TrainedModel | TrunkCritic:
+    def _addressed(self, message: Message) -> TrainedModel:
         return self.models[message.fields["model"]]
 
     @contextmanager
@@ -454,20 +451,17 @@ class CriticCommands:
 
 def _load_critic(
     config: Config, ranks: Ranks, mesh: Mesh | None, clock: PhaseClock, policy: TrainedModel, *, max_length: int
-) -> TrainedModel | TrunkCritic:
-    """Load the critic of ``[critic]``, or make its head on the policy. All ranks do so at the same time.
+) -> TrainedModel:
+    """Load the critic of ``[critic]``. All ranks do so at the same time.
 
     Raises:
         ModelError: its model can't be used, or has another vocabulary than the policy's.
     """
-    settings, objective = config.of_critic, ValueObjective(config.critic.value_clip)
-    schedule = policy_schedule(settings)
-    if not config.has_critic_model:
-        return TrunkCritic(settings, ranks, clock, policy, objective=objective, schedule=schedule)
+    settings = config.of_critic
     try:
         critic = TrainedModel(
-            settings, ranks, mesh, clock, objective=objective, schedule=schedule, head="value",
-            max_length=max_length, is_policy=False,
+            settings, ranks, mesh, clock, objective=ValueObjective(config.critic.value_clip),
+            schedule=policy_schedule(settings), head="value", max_length=max_length, is_policy=False,
         )  # fmt: skip
     except ModelError as error:
         raise ModelError(

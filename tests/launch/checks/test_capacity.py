@@ -86,9 +86,6 @@ NEEDS: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
     "a critic of adapters": (
         {"loss": {"preset": "ppo"}, "lora": {"rank": 4, "base_bits": 8}, **ENGINE}, (0, 2 * 1_000 + 8_000, 8_000)
     ),
-    "a critic on the policy": (
-        {"loss": {"preset": "ppo"}, "critic": {"trunk": "policy"}, **ENGINE}, (12_000, 36_000, 8_000)
-    ),
 }  # fmt: skip
 """What a run is -> bytes of a checkpoint, of the learner, and of each generator."""
 

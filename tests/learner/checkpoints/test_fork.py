@@ -138,9 +138,9 @@ def rewrite_config(run: Run, config: Config) -> ForkPoint:
     return point
 
 
-def with_critic(config: Config, path: str | None = None, trunk: str = "own") -> Config:
+def with_critic(config: Config, path: str | None = None) -> Config:
     gae = config.loss.model_copy(update={"advantage": "gae"})
-    critic = config.critic.model_copy(update={"path": path, "trunk": trunk})
+    critic = config.critic.model_copy(update={"path": path})
     return config.model_copy(update={"loss": gae, "critic": critic})
 
 
@@ -159,7 +159,6 @@ def test_a_fork_goes_on_with_the_critic_of_its_checkpoint_or_is_refused(run: Run
     for other, named in (
         (with_critic(plain), r"critic\.path: expected 'runs/rm', .* got no value"),
         (with_critic(plain, "runs/other"), r"critic\.path: expected 'runs/rm', .* got 'runs/other'"),
-        (with_critic(plain, trunk="policy"), r"critic\.trunk: expected 'own', .* got 'policy'"),
     ):
         with pytest.raises(RunError, match=named):
             fork_run(point, other)
