@@ -51,20 +51,6 @@ class Accumulated(NamedTuple):
     tokens: tuple[np.ndarray, ...] = ()
 
 
-class TokenStates(NamedTuple):
-    """The hidden states from which this rank's tokens of a micro-batch are predicted.
-
-    Attributes:
-        hidden: [M, d], without grad.
-        batch: the micro-batch, or this rank's part of it.
-        part: the part, if ranks share sequences.
-    """
-
-    hidden: Tensor
-    batch: DeviceBatch
-    part: Part | None
-
-
 class Passes:
     """Forward and backward passes on one rank.
 
@@ -137,17 +123,6 @@ class Passes:
             for index in range(len(micro_batches)):
                 forward(index)
         return scored
-
-    @torch.no_grad()
-    def states(self, micro_batch: MicroBatch) -> TokenStates:
-        """Return the policy's hidden states of ``micro_batch``. There must be no pipeline."""
-        assert self.pipeline is None, f"a value head on the policy needs its last stage; {_BUG}"
-        batch = to_device(micro_batch, self._ranks.device, self._policy.packing)
-        part = None
-        if self._sequence is not None:
-            part = Part.of(micro_batch, batch, self._sequence.get_group())
-            batch = part.batch
-        return TokenStates(self._policy.states(batch), batch, part)
 
     def accumulate(
         self, micro_batches: Sequence[MicroBatch], objective: Objective, version: int, *, records: bool = False

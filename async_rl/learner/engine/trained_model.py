@@ -236,7 +236,8 @@ class TrainedModel:
             scored = self.passes.score(model, micro_batches, replays=not by_reference)
         if self._is_sharded:
             end_forward(model)
-        return gathered_scores(scored, self._ranks)
+        arrays = [torch.cat(values).cpu().numpy() for values in zip(*scored, strict=True)]
+        return [decode(frame).arrays for frame in self._ranks.gather_reports(encode("scores", {}, arrays))]
 
     def check_compiled(self, micro_batches: Sequence[MicroBatch]) -> None:
         batches = [to_device(mb, self._ranks.device, self.model.packing) for mb in micro_batches]
@@ -406,11 +407,3 @@ class TrainedModel:
         write_model_files(directory, self._files)
         if self.adapters is not None:
             self.adapters.save_config(directory)
-
-
-def gathered_scores(scored: Sequence[tuple[Tensor, ...]], ranks: Ranks) -> list[tuple[np.ndarray, ...]]:
-    """Return, on rank 0, the values of each data rank's micro-batches, one after the other. ``scored`` has this rank's.
-    All ranks call it; on the others the list is empty.
-    """
-    arrays = [torch.cat(values).cpu().numpy() for values in zip(*scored, strict=True)]
-    return [decode(frame).arrays for frame in ranks.gather_reports(encode("scores", {}, arrays))]

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 """peft's name for the file of an adapter's weights."""
-VALUE_HEAD = "value_head.safetensors"
-"""Name of the file of a critic that is a head on the policy. It has one tensor, ``heads.SCORE_WEIGHT``."""
 
 
 def check_export_target(out_dir: Path) -> None:
@@ -53,8 +51,8 @@ def export_checkpoint(checkpoint_dir: Path, out_dir: Path, report: Report = igno
     """Write the checkpoint's model to ``out_dir``, completely or not at all, so that ``from_pretrained`` can load it.
 
     ``checkpoint_dir`` is a checkpoint, or a run directory that has one. The weights get the dtype in the model's
-    config, or float32 if it has none. A critic is written to ``out_dir / "critic"``: a sequence classification model,
-    or, if it is a head on the policy, only that. ``report`` gets the progress.
+    config, or float32 if it has none. A critic is written to ``out_dir / "critic"``, a sequence classification model.
+    ``report`` gets the progress.
 
     Raises:
         RunError: the checkpoint does not exist or is damaged, ``out_dir`` is not empty, or the adapters' frozen weights
@@ -118,13 +116,9 @@ def _write_adapter(checkpoint_dir: Path, target: Path, report: Report) -> None:
 def _write_models(checkpoint_dir: Path, target: Path, report: Report) -> None:
     _write(checkpoint_dir, target, report)
     critic = model_part(checkpoint_dir, "critic")
-    if not critic.is_dir():
-        return
-    (target / critic.name).mkdir()
-    if (critic / MODEL_FILES).is_dir():
+    if critic.is_dir():
+        (target / critic.name).mkdir()
         _write(critic, target / critic.name, report)
-    else:
-        save_file(load_tensors(critic), target / critic.name / VALUE_HEAD, metadata={"format": "pt"})
 
 
 def _write(checkpoint_dir: Path, target: Path, report: Report) -> None:

@@ -24,7 +24,6 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
-    register_fsdp_forward_method,
 )
 
 from async_rl.config.learner import Reshard
@@ -75,7 +74,6 @@ def shard(model: PolicyModel, mesh: Mesh, dtype: torch.dtype, *, reshard: Reshar
         divide(model, divided, mesh.tensor)
     # The backward pass needs the root group first, so it stays unsharded.
     fully_shard(model, mesh=mesh.fsdp, mp_policy=uncast, reshard_after_forward=False, offload_policy=placement)
-    register_fsdp_forward_method(model, "states")
 
 
 def begin_backward(model: PolicyModel, *, reshard: Reshard, is_last: bool, in_pipeline: bool) -> None:

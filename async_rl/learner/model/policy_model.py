@@ -307,13 +307,6 @@ class PolicyModel(nn.Module):
             dtype=self.head_dtype,
         )
 
-    def states(self, batch: DeviceBatch) -> Tensor:
-        """Return the hidden states from which trained tokens are predicted, [N, d].
-
-        A sharded model is gathered for this method as for ``forward``, so neither calls the other.
-        """
-        return self.hidden_states(batch).index_select(0, batch.predict_index)
-
     def hidden_states(self, batch: DeviceBatch) -> Tensor:
         """Return the decoder's output for every token of the row, [T, d].
 
