@@ -22,7 +22,7 @@ from async_rl.weights.collective.library import Communicator, Endpoint
 
 BUCKET_BYTES = 64 << 20
 DEADLINE_S = 300.0
-_LOOPBACK = Endpoint("127.0.0.1", "127.0.0.1", "127.0.0.1")
+_LOOPBACK = Endpoint("127.0.0.1", "127.0.0.1")
 
 
 def goal(text: str, value: float, limit: float, *, at_most: bool = False) -> None:

@@ -291,20 +291,17 @@ def encode_message(message: MemberMessage | PublisherMessage) -> bytes:
 class MemberSocket:
     """The publisher's socket, over which it exchanges messages with the members.
 
-    It listens at ``bind_host``, at the first free port of ``ports``. None takes any free port. Generators reach
-    ``bind_host`` under the name ``host``.
+    It listens at ``host``, where generators reach it, at the first free port of ``ports``. None takes any free port.
 
     Raises:
-        AddressError: ``bind_host`` is not an address of this machine, or no port is free.
+        AddressError: ``host`` is not an address of this machine, or no port is free.
     """
 
-    def __init__(
-        self, bind_host: str, host: str, keys: ServerKeys | None, ports: Sequence[int] | None = None
-    ) -> None:  # fmt: skip
+    def __init__(self, host: str, keys: ServerKeys | None, ports: Sequence[int] | None = None) -> None:
         self.num_malformed = 0
         with naming("weights.port", AddressError):
             self._service = Service(
-                bind_host, ports or (0,), keys, Peer, max_bytes=TO_PUBLISHER_LIMITS.max_bytes,
+                host, ports or (0,), keys, Peer, max_bytes=TO_PUBLISHER_LIMITS.max_bytes,
                 receive_mark=_HIGH_WATER_MARK, send_mark=_HIGH_WATER_MARK,
             )  # fmt: skip
         self.port = self._service.port

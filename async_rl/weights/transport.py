@@ -207,8 +207,7 @@ class CollectiveSettings:
 
     Attributes:
         transport: name of the collective.
-        bind_host: the address at which rank 0 listens. It may be a wildcard.
-        local_host: an address of this machine at which generators reach rank 0.
+        host: the address at which rank 0 listens, and at which generators reach it.
         stall_s: how long one collective may take.
         chunk_bytes: largest number of bytes in one collective.
         device: the learner's CUDA device. None if there is no CUDA device.
@@ -218,8 +217,7 @@ class CollectiveSettings:
     """
 
     transport: str
-    bind_host: str
-    local_host: str
+    host: str
     stall_s: float
     chunk_bytes: int
     device: str | None
@@ -232,7 +230,7 @@ class PullSettings:
     """The settings of a pull transport's sender.
 
     Attributes:
-        bind_host: the address at which it listens. It may be a wildcard.
+        host: the address at which it listens.
         ports: it listens at the first of these that is free. None: any free port.
         is_encrypted: encrypt and authenticate the bytes. The keys travel over the control channel.
         has_deltas: send only the difference to members that hold the previous version.
@@ -241,7 +239,7 @@ class PullSettings:
         members: the members at present, by id. None: every member pulls from the learner, none from another.
     """
 
-    bind_host: str
+    host: str
     ports: Sequence[int] | None
     is_encrypted: bool
     has_deltas: bool

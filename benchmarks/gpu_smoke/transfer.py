@@ -97,7 +97,7 @@ def _make_and_abort(name: str, devices: list[str | None]) -> str:
     for number in range(NUM_COMMUNICATORS):
         _broadcast_once(name, devices, number)
     took_ms = 1000 * (time.perf_counter() - start) / NUM_COMMUNICATORS
-    library = make_library(name, Endpoint(HOST, HOST, HOST, devices[0]))
+    library = make_library(name, Endpoint(HOST, HOST, devices[0]))
     begun = time.monotonic()
     try:
         Communicator.connect(library, library.unique_id(), rank=0, size=len(devices) + 1, stall_s=ABSENT_PEER_S)
@@ -118,7 +118,7 @@ def _make_and_abort(name: str, devices: list[str | None]) -> str:
 
 def _broadcast_once(name: str, devices: list[str | None], number: int) -> None:
     """Connect the ranks, broadcast 1 MiB from rank 0, and close them. Each rank is a thread."""
-    libraries = [make_library(name, Endpoint(HOST, HOST, HOST, device)) for device in devices]
+    libraries = [make_library(name, Endpoint(HOST, HOST, device)) for device in devices]
     unique_id = libraries[0].unique_id()
     buckets = [torch.full((1 << 20,), number if rank == 0 else 255, dtype=torch.uint8) for rank in range(len(devices))]
     failures: list[BaseException] = []

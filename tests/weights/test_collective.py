@@ -14,7 +14,7 @@ from async_rl.weights.collective.libraries import SUBSTITUTE, make_library
 from async_rl.weights.collective.library import Communicator, Endpoint, Library, OnChunk
 from async_rl.weights.collective.nccl import choose_interface
 
-LOOPBACK = Endpoint("127.0.0.1", "127.0.0.1", "127.0.0.1")
+LOOPBACK = Endpoint("127.0.0.1", "127.0.0.1")
 
 
 def two_ranks(stall_s: float, libraries: Sequence[Library] = ()) -> list[Communicator]:
@@ -99,7 +99,7 @@ def test_connecting_to_a_peer_that_never_comes_ends_in_time():
 
 def test_connecting_to_a_learner_that_has_given_up_fails_at_once():
     # torch's store would try again, with growing pauses, for up to three times the limit.
-    learner, member = (GlooLibrary(Endpoint("127.0.0.1", "127.0.0.1", "127.0.0.1")) for _ in range(2))
+    learner, member = (GlooLibrary(Endpoint("127.0.0.1", "127.0.0.1")) for _ in range(2))
     unique_id = learner.unique_id()
     learner.abort()
     start = time.monotonic()

@@ -68,7 +68,7 @@ def flood_and_vanish(port: int) -> None:
 
 def be_busy_while_a_member_dies() -> None:
     """A publisher that reads no message for 4 s, longer than two of libzmq's own heartbeats once took."""
-    publisher = MemberSocket("127.0.0.1", "127.0.0.1", None)
+    publisher = MemberSocket("127.0.0.1", None)
     flood_and_vanish(publisher.port)
     time.sleep(4.0)
     deadline = time.monotonic() + 20

@@ -14,7 +14,7 @@ from tests.weights.test_collective import NUM_CHUNKS, broadcast, check_broadcast
 
 skip_if_impossible()
 
-ON_DEVICE = Endpoint("127.0.0.1", "127.0.0.1", "127.0.0.1", "cuda:0")
+ON_DEVICE = Endpoint("127.0.0.1", "127.0.0.1", "cuda:0")
 
 
 @pytest.fixture(scope="module")

@@ -285,7 +285,7 @@ def check_collective(host: str, backend: str) -> Finding:
     size = 1 if needs_cuda and num_cuda_devices() < 2 else 2
     buckets = [torch.full((1 << 20,), rank, dtype=torch.uint8) for rank in range(size)]
     failures: list[Exception] = []
-    endpoints = [Endpoint(host, host, host, f"cuda:{rank}" if needs_cuda else None) for rank in range(size)]
+    endpoints = [Endpoint(host, host, f"cuda:{rank}" if needs_cuda else None) for rank in range(size)]
     libraries = [make_library(backend, endpoint) for endpoint in endpoints]
     unique_id = libraries[0].unique_id()
 

@@ -19,7 +19,7 @@ from typing import Any
 import zmq
 
 from async_rl.errors import AddressError, WeightsError
-from async_rl.net.address import is_loopback, is_wildcard, refuse_open_collectives, refuse_open_stream
+from async_rl.net.address import is_loopback, refuse_open_collectives, refuse_open_stream
 from async_rl.net.keys import ServerKeys
 from async_rl.net.wake import Wake
 from async_rl.output import size_text
@@ -112,8 +112,8 @@ class Publisher:
     """Sends the newest staged version to every generator that is a member of the weights channel, or becomes one.
 
     Args:
-        bind_host: the address at which the control socket, the stream server and the collectives listen.
-        advertise_host: the address under which generators reach ``bind_host``. Needed if ``bind_host`` is a wildcard.
+        host: the address at which the control socket, the stream server and the collectives listen, and at which
+            generators reach them.
         deadline_s: drop a generator that has not got a version this long after its offer or its pull's progress. It may
             join again.
         insecure: the user trusts the network: allow collectives beyond loopback, and an unencrypted stream.
@@ -130,17 +130,16 @@ class Publisher:
         ports: the control socket and the stream server take the first two of these that are free. None: any free ports.
 
     Raises:
-        AddressError: the address is open to an untrusted network, is in use, or can't be advertised.
+        AddressError: the address is open to an untrusted network, or is in use.
     """
 
     def __init__(
         self,
-        bind_host: str,
+        host: str,
         *,
         deadline_s: float,
         insecure: bool,
         keys: ServerKeys | None = None,
-        advertise_host: str | None = None,
         transport: TransportName = "gloo",
         device: str | None = None,
         chunk_bytes: int = 64 << 20,
@@ -149,12 +148,11 @@ class Publisher:
         has_peers: bool = False,
         ports: Sequence[int] | None = None,
     ) -> None:
-        host = _reachable_host(bind_host, advertise_host)
         self._collective = None if transport == PULL else COLLECTIVES[transport]
         if self._collective is not None:
-            refuse_open_collectives(bind_host, is_trusted=insecure)
+            refuse_open_collectives(host, is_trusted=insecure)
         else:
-            refuse_open_stream(bind_host, has_keys=keys is not None, is_trusted=insecure)
+            refuse_open_stream(host, has_keys=keys is not None, is_trusted=insecure)
         row = self._collective
         self._scheduler = _scheduler(deadline_s, None if row is None else row.max_ranks)
         self._published: deque[StagedVersion] = deque()
@@ -168,20 +166,18 @@ class Publisher:
         self._error: BaseException | None = None
         self._closing = False
         self._wake = Wake()
-        self._socket = MemberSocket(bind_host, host, keys, ports)
+        self._socket = MemberSocket(host, keys, ports)
         self._poller = zmq.Poller()
         self._poller.register(self._wake, zmq.POLLIN)
         self._socket.register(self._poller)
-        is_local = is_loopback(bind_host)
-        listen_host = "0.0.0.0" if bind_host == "*" else bind_host
-        local_host = host if is_wildcard(bind_host) else bind_host
-        collective = self._collective_sender(listen_host, local_host, deadline_s, chunk_bytes, device)
+        is_local = is_loopback(host)
+        collective = self._collective_sender(host, deadline_s, chunk_bytes, device)
         if is_encrypted is None:
             is_encrypted = keys is not None and not insecure and not is_local
         has_deltas = collective is None and (not is_local if has_deltas is None else has_deltas)
         members = self._scheduler.members if has_peers and collective is None else None
         self._pull = self._pull_sender(
-            PullSettings(listen_host, ports, is_encrypted, has_deltas, self._poller, self._handle_pulled, members)
+            PullSettings(host, ports, is_encrypted, has_deltas, self._poller, self._handle_pulled, members)
         )
         self._senders: Sequence[TransportSender] = [self._pull] if collective is None else [collective, self._pull]
         self._manager = TransferManager(
@@ -198,15 +194,14 @@ class Publisher:
             raise
 
     def _collective_sender(
-        self, listen_host: str, local_host: str, deadline_s: float, chunk_bytes: int, device: str | None
+        self, host: str, deadline_s: float, chunk_bytes: int, device: str | None
     ) -> BroadcastSender | None:
         row = self._collective
         if row is None:
             return None
         settings = CollectiveSettings(
             transport=row.name,
-            bind_host=listen_host,
-            local_host=local_host,
+            host=host,
             stall_s=min(_MAX_STALL_S, deadline_s / 3),
             chunk_bytes=min(chunk_bytes, row.max_chunk_bytes or chunk_bytes),
             device=device,
@@ -463,21 +458,6 @@ class Publisher:
             with self._changed:
                 self._stats = stats
                 self._changed.notify_all()
-
-
-def _reachable_host(bind_host: str, advertise_host: str | None) -> str:
-    """Return the address at which generators reach this machine.
-
-    Raises:
-        AddressError: none is known, because the publisher listens on all interfaces.
-    """
-    host = advertise_host or bind_host
-    if is_wildcard(host):
-        raise AddressError(
-            f"expected an address that generators can connect to, got all interfaces ({bind_host!r}); pass "
-            f"advertise_host, an address of this machine"
-        )
-    return host
 
 
 def _slow_text(members: Sequence[tuple[Member, float]]) -> str:

@@ -30,7 +30,7 @@ class GlooLibrary:
         self._newest: Any = None
 
     def unique_id(self) -> bytes:
-        self._listener = listening_socket(self._endpoint.bind_host)
+        self._listener = listening_socket(self._endpoint.local_host)
         return str(self._listener.getsockname()[1]).encode()
 
     def init(self, unique_id: bytes, rank: int, size: int, timeout_s: float) -> None:

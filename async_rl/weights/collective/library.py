@@ -34,13 +34,12 @@ class Endpoint:
     Attributes:
         learner_host: the address at which the other ranks reach rank 0.
         local_host: the address at which the other ranks reach this one. It is never derived from the host's name.
-        bind_host: the address at which rank 0 listens. It may be a wildcard. Unused by the other ranks.
+            Rank 0 listens there.
         device: this rank's CUDA device. None if there is no CUDA device.
     """
 
     learner_host: str
     local_host: str
-    bind_host: str = ""
     device: str | None = None
 
 

@@ -16,8 +16,7 @@ class Configure(msgspec.Struct, frozen=True):
     """What the broadcaster must know from its start. See ``transport.CollectiveSettings`` for the fields."""
 
     transport: str
-    bind_host: str
-    local_host: str
+    host: str
     stall_s: float
     device: str | None
 

@@ -61,7 +61,7 @@ class CollectiveReceiver:
         start = order.message
         if start.unique_id:
             self.close()
-            library = make_library(start.transport, Endpoint(order.host, order.local_host, device=self._device))
+            library = make_library(start.transport, Endpoint(order.host, order.local_host, self._device))
             self._communicator = Communicator.connect(
                 library, start.unique_id, rank=start.rank, size=start.size, stall_s=start.stall_s
             )

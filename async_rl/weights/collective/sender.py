@@ -90,11 +90,7 @@ class CollectiveSender:
 
     def _configure(self) -> None:
         settings = self._settings
-        self._server.send(
-            Configure(
-                settings.transport, settings.bind_host, settings.local_host, settings.stall_s, settings.device
-            )
-        )  # fmt: skip
+        self._server.send(Configure(settings.transport, settings.host, settings.stall_s, settings.device))
 
     def _expect(self, message: Connect | Broadcast | Disconnect, *within_s: float) -> None:
         """Send ``message``. Each of its answers must come ``within_s`` after the answer before it."""

@@ -86,7 +86,7 @@ class Broadcaster:
         settings = self._settings
         library: Library | None = None
         try:
-            endpoint = Endpoint(settings.local_host, settings.local_host, settings.bind_host, settings.device)
+            endpoint = Endpoint(settings.host, settings.host, settings.device)
             library = make_library(settings.transport, endpoint)
             unique_id = library.unique_id()
         except (AsyncRLError, RuntimeError, OSError) as error:

@@ -104,7 +104,7 @@ class StreamSender:
     """Implements ``transport.PullSender`` for ``tcp``: the learner's side, which instructs the stream server."""
 
     def __init__(self, settings: PullSettings) -> None:
-        self._server = StreamServerProcess(settings.bind_host, settings.poller, settings.ports)
+        self._server = StreamServerProcess(settings.host, settings.poller, settings.ports)
         self.port = self._server.port
         self._is_encrypted = settings.is_encrypted
         self._has_deltas, self._on_pulled = settings.has_deltas, settings.on_pulled
@@ -309,7 +309,7 @@ class StreamServerProcess(ServerProcess[ServerMessage]):
     """The stream server process, seen from the learner.
 
     Args:
-        bind_host: the address at which the server listens.
+        host: the address at which the server listens.
         poller: see ``ServerProcess``.
         ports: the server listens at the first of these that is free. None: any free port.
 
@@ -317,10 +317,10 @@ class StreamServerProcess(ServerProcess[ServerMessage]):
         port: the port at which the server listens, the same after a restart.
     """
 
-    def __init__(self, bind_host: str, poller: zmq.Poller, ports: Sequence[int] | None = None) -> None:
-        self._listener = listening_socket(bind_host, ports)
+    def __init__(self, host: str, poller: zmq.Poller, ports: Sequence[int] | None = None) -> None:
+        self._listener = listening_socket(host, ports)
         self.port: int = self._listener.getsockname()[1]
-        name = f"the stream server of the weights (tcp, at {bind_host})"
+        name = f"the stream server of the weights (tcp, at {host})"
         super().__init__("async_rl.weights.tcp.server", name, TO_LEARNER, poller, self._listen)
         self.start()
 
