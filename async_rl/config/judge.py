@@ -19,11 +19,6 @@ _RUBRIC = (
 )
 
 
-def reads_answer(rubric: str) -> bool:
-    """Return whether a rubric has a place for the answer."""
-    return "{answer}" in rubric or "{transcript}" in rubric
-
-
 def _is_address(text: str) -> bool:
     try:
         parts = urlsplit(text)
@@ -52,9 +47,6 @@ class JudgeConfig(Section):
         description="What the judge is asked. {answer}, {prompt}, {transcript}, {gt_answer} and {extra_info.KEY} are "
         "replaced; {answer} or {transcript} must be there. How to write the score is added at the end.",
     )
-    rubric_file: str | None = Field(
-        default=None, description="File with the rubric, in place of rubric, on every machine with a generator."
-    )
     min_score: float = Field(default=0.0, description="Worst score of a verdict, which earns nothing.")
     max_score: float = Field(default=10.0, description="Best score of a verdict, which earns reward.scale points.")
     temperature: float = Field(default=0.0, ge=0, description="Sampling temperature of the judge.")
@@ -66,12 +58,6 @@ class JudgeConfig(Section):
     )
     timeout_s: Free[float] = Field(
         default=60.0, gt=0, description="Maximum wall-clock seconds of one request; then it is sent again."
-    )
-    prompt_price: Free[float] = Field(
-        default=0.0, ge=0, description="Price of a million tokens of requests, for the metric of the cost."
-    )
-    completion_price: Free[float] = Field(
-        default=0.0, ge=0, description="Price of a million tokens of verdicts, for the metric of the cost."
     )
     max_concurrent: Free[int] = Field(
         default=16, ge=1, description="Maximum number of requests of a generator at a time."
@@ -99,9 +85,7 @@ class JudgeConfig(Section):
             raise ValueError(
                 f"max_score: expected more than min_score = {self.min_score:g}, got {self.max_score:g}; correct one"
             )
-        if self.rubric_file is not None and self.rubric != _RUBRIC:
-            raise ValueError("rubric_file: expected no value with rubric, got both; leave one of the two out")
-        if not reads_answer(self.rubric):
+        if "{answer}" not in self.rubric and "{transcript}" not in self.rubric:
             raise ValueError(
                 "rubric: expected {answer} or {transcript}, where the judge reads the answer, got none; add it"
             )

@@ -26,7 +26,7 @@ from async_rl.process.user_code import ENVIRONMENTS, offered_code
 
 MACHINE_KEYS = (
     "reward.code.allow_unsafe", "reward.code.endpoint", "reward.code.packages",
-    "reward.judge.endpoint", "reward.judge.api_key_env", "reward.judge.rubric_file", "reward.judge.cache",
+    "reward.judge.endpoint", "reward.judge.api_key_env", "reward.judge.cache",
 )  # fmt: skip
 """Keys that only the operator of a generator's machine may set for it, in addition to ``generator.allow_code`` and what
 ``is_operators`` names of ``generator.engine``."""
@@ -45,6 +45,11 @@ _REPLACED: Mapping[str, str] = {
         'remove it: queue.run_ahead = "auto" keeps data younger than a bound that lowers itself did',
     ),
     "critic.trunk": "remove it: a critic has a model of its own, and critic.path may name a smaller one",
+    "reward.judge.rubric_file": "write its text as reward.judge.rubric",
+    **dict.fromkeys(
+        ("reward.judge.prompt_price", "reward.judge.completion_price"),
+        "remove it: the tokens are counted, in grading/judge_prompt_tokens and grading/judge_completion_tokens",
+    ),
 }
 """Key that is gone -> what replaces it."""
 _EXPECTED: Mapping[str, str] = {

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.config.config import Config
-from async_rl.config.judge import PLACEHOLDER, JudgeConfig, reads_answer
+from async_rl.config.judge import PLACEHOLDER, JudgeConfig
 from async_rl.errors import ConfigError, RewardError
 from async_rl.rewards.judge_client import JudgeClient
 from async_rl.rewards.records import RewardInput, RewardOutput
@@ -40,11 +40,10 @@ class JudgeReward(ServedReward):
         """Open the cache.
 
         Raises:
-            ConfigError: the rubric or the cache can't be read, or the rubric has no place for the answer.
+            ConfigError: the cache can't be read.
         """
         super().__init__(client)
         self._config, self._client, self._scale = config, client, scale
-        self._rubric = _rubric(config)
         self._cache = VerdictCache(config.cache)
 
     def score_group(self, items: Sequence[RewardInput]) -> list[RewardOutput]:
@@ -75,7 +74,7 @@ class JudgeReward(ServedReward):
         config = self._config
         request = {
             "model": config.model,
-            "messages": [{"role": "user", "content": f"{_filled(self._rubric, item)}\n\n{_ending(config)}"}],
+            "messages": [{"role": "user", "content": f"{_filled(self._config.rubric, item)}\n\n{_ending(config)}"}],
             "temperature": config.temperature,
             "max_tokens": config.max_tokens,
         }
@@ -106,7 +105,7 @@ def judge_reward(config: Config, scale: float) -> JudgeReward:
     """Build the reward of ``reward.judge``. Nothing is sent yet.
 
     Raises:
-        ConfigError: the key's variable, the rubric's file or the cache is missing.
+        ConfigError: the key's variable or the cache is missing.
     """
     judge = config.reward.judge
     return JudgeReward(judge, JudgeClient(judge), scale=scale)
@@ -164,23 +163,6 @@ class VerdictCache:
     def close(self) -> None:
         with self._lock:
             self._db.close()
-
-
-def _rubric(config: JudgeConfig) -> str:
-    if config.rubric_file is None:
-        return config.rubric
-    try:
-        text = Path(config.rubric_file).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"reward.judge.rubric_file: can't read {config.rubric_file}: {error}; put the file on every machine with a "
-            f"generator, or write the text as reward.judge.rubric"
-        ) from error
-    if not reads_answer(text):
-        raise ConfigError(
-            f"reward.judge.rubric_file: expected {{answer}} or {{transcript}} in {config.rubric_file}, got none; add it"
-        )
-    return text
 
 
 def _ending(config: JudgeConfig) -> str:

@@ -30,7 +30,7 @@ _LARGEST_REPLY_BYTES = 16 << 20
 _LARGEST_ERROR_BYTES = 1 << 16
 _MOST_TOKENS = 1 << 31
 """Most tokens of a request or a verdict. A service that counts more is broken."""
-_COUNTS = ("requests", "failed", "cached", "unreadable", "prompt_tokens", "completion_tokens", "cost_millionths")
+_COUNTS = ("requests", "failed", "cached", "unreadable", "prompt_tokens", "completion_tokens")
 _CLOSED = "the judge gave no verdict before this process ended"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
 _AGAIN = (408, 409, 425, 429)
@@ -75,7 +75,6 @@ class JudgeClient:
         assert config.endpoint is not None
         self._url = config.endpoint.rstrip("/").removesuffix(_PATH) + _PATH
         self._timeout_s, self._first_pause_s = config.timeout_s, first_pause_s
-        self._prices = (config.prompt_price, config.completion_price)
         self._headers = {"Content-Type": "application/json"}
         self._key = ""
         if config.api_key_env is not None:
@@ -218,8 +217,7 @@ class JudgeClient:
                 raise ValueError("not numbers of tokens")
         except (AttributeError, KeyError, IndexError, TypeError, ValueError, OverflowError):
             raise _UnavailableError(f"no completion, but {self._without_key(json.dumps(reply))[:200]}") from None
-        price = counts[0] * self._prices[0] + counts[1] * self._prices[1]
-        self.count(prompt_tokens=counts[0], completion_tokens=counts[1], cost_millionths=round(price))
+        self.count(prompt_tokens=counts[0], completion_tokens=counts[1])
         return Completion(text if isinstance(text, str) else "", is_cut)  # a refusal has null
 
     def _without_key(self, text: str) -> str:

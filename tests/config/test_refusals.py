@@ -124,7 +124,7 @@ SETTINGS: list[tuple[Sections, str]] = [
     (scored(memory_fraction=0.5), "scorer.judge.memory_fraction: expected no value with backend "),
     ({"reward": {"type": "judge"}}, "reward.judge.endpoint: expected a value"),
     ({"reward": {**JUDGE, "judge": {"endpoint": "http://x/v1"}}}, "reward.judge.model: expected a value"),
-    (judged(rubric="Q {answer}", rubric_file="f"), "reward.judge.rubric_file: expected no value with rubric"),
+    (judged(rubric_file="f"), "reward.judge.rubric_file: unknown key; write its text as reward.judge.rubric"),
     (judged(rubric="no place"), "reward.judge.rubric: expected {answer}"),
     (judged(max_score=0.0), "reward.judge.max_score: expected more than min_score"),
     *(

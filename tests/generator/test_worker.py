@@ -463,14 +463,14 @@ CODE = {
     "type": "code",
     "code": {"allow_unsafe": True, "endpoint": "http://10.0.0.1:8000", "packages": ("numpy", "torch")},
 }
-ASKS = {"endpoint": "http://10.0.0.1:8000", "model": "m", "api_key_env": "OTHERS_KEY", "rubric_file": "notes.txt"}
+ASKS = {"endpoint": "http://10.0.0.1:8000", "model": "m", "api_key_env": "OTHERS_KEY", "cache": "notes"}
 
 
 @pytest.mark.parametrize(
     ("reward", "keys"),
     [
         (CODE, ["allow_unsafe", "endpoint", "packages"]),
-        ({"type": "judge", "judge": ASKS}, ["endpoint", "api_key_env", "rubric_file"]),
+        ({"type": "judge", "judge": ASKS}, ["endpoint", "api_key_env", "cache"]),
     ],
     ids=["programs", "judge"],
 )

@@ -28,8 +28,7 @@ DATA = {"gt_answer": "4", "extra_info": {"style": ["short"]}}
 
 
 def reward_of(url: str, *, scale: float = 1.0, **settings: Any) -> JudgeReward:
-    rubric = {} if "rubric_file" in settings else {"rubric": "{answer}"}
-    config = JudgeConfig.model_validate({"endpoint": url, "model": "m", **rubric, **settings})
+    config = JudgeConfig.model_validate({"endpoint": url, "model": "m", "rubric": "{answer}", **settings})
     return JudgeReward(config, JudgeClient(config, first_pause_s=0.01), scale=scale)
 
 
@@ -39,7 +38,7 @@ def item(text: str, data: dict[str, Any] | None = None) -> RewardInput:
 
 def test_the_score_in_the_rubric_s_range_is_the_reward(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("THE_KEY", "secret")
-    settings = {"rubric": RUBRIC, "min_score": 1.0, "max_score": 5.0, "api_key_env": "THE_KEY", "prompt_price": 2.0}
+    settings = {"rubric": RUBRIC, "min_score": 1.0, "max_score": 5.0, "api_key_env": "THE_KEY"}
     with (
         judge([completion("Right.\nScore: 4")]) as server,
         closing(reward_of(server.url, scale=2.0, **settings)) as reward,
@@ -54,9 +53,8 @@ def test_the_score_in_the_rubric_s_range_is_the_reward(monkeypatch: pytest.Monke
     # What the answer contains is not replaced, nor what is no placeholder.
     assert message["content"].startswith('Q 2+2 A see {gt_answer} R 4 S ["short"] {other}\n\nEnd your reply with')
     assert "from 1 (worst) to 5 (best)" in message["content"]
-    assert {k: v for k, v in counted.items() if v} == {
-        "judge_requests": 1, "judge_prompt_tokens": 100, "judge_completion_tokens": 10, "judge_cost_millionths": 200,
-    }  # fmt: skip
+    counts = {"judge_requests": 1, "judge_prompt_tokens": 100, "judge_completion_tokens": 10}
+    assert {k: v for k, v in counted.items() if v} == counts
 
 
 @pytest.mark.parametrize(
@@ -246,7 +244,6 @@ def test_the_reward_conforms():
     ("settings", "told"),
     [
         ({"api_key_env": "NO_SUCH_KEY"}, "environment variable NO_SUCH_KEY"),
-        ({"rubric_file": "/none.txt"}, "can't read"),
         ({"cache": "/"}, "expected a file that SQLite can open"),
     ],
 )

@@ -62,7 +62,7 @@ def trained(config: Config, steps: int = 2) -> RunDir:
 JUDGE = {"endpoint": "http://127.0.0.1:8000/v1", "model": "judge"}
 MOVED_JUDGE = {
     **JUDGE, "endpoint": "http://10.0.0.2:9000/v1", "api_key_env": "KEY", "timeout_s": 5.0, "max_concurrent": 2,
-    "cache": "verdicts.sqlite", "prompt_price": 1.0, "completion_price": 2.0,
+    "cache": "verdicts.sqlite",
 }  # fmt: skip
 GAE = {"loss": {"advantage": "gae"}}
 

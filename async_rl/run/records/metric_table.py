@@ -81,7 +81,7 @@ METRIC_SECTIONS: dict[str, dict[str, str]] = {
         "reward/mean": "Mean reward of the step's rollouts.",
         "reward/<part>": "Mean of this part of the reward over the step's rollouts.",
         "grading/<counter>": "Count of the rewards, over the generators that are alive, since their start, such as "
-        "judge_requests, judge_cost_millionths, verifier_timed_out or code_tests_passed.",
+        "judge_requests, judge_prompt_tokens, verifier_timed_out or code_tests_passed.",
         "agent/<counter>": "Count of the agents' calls (generator.serve), over the generators that are alive, since "
         "their start: sessions that have ended; calls that were the first of one, that continued a sequence, branched "
         "off or had a rewritten history, or were untrained; answers that were lost because they never reached the "

@@ -382,9 +382,8 @@ def _refuse_foreign_decisions(config: Config, overrides: Sequence[str]) -> None:
     named = {override.partition("=")[0].strip() for override in overrides}
     judge, reasons = config.reward.judge, dict[str, str]()
     if config.reward.asks_judge:
-        for key in ("api_key_env", "rubric_file"):
-            if (value := getattr(judge, key)) is not None:
-                reasons[f"reward.judge.{key}"] = f"what {value} has is sent to {judge.endpoint}"
+        if judge.api_key_env is not None:
+            reasons["reward.judge.api_key_env"] = f"what {judge.api_key_env} has is sent to {judge.endpoint}"
         if judge.cache is not None:
             reasons["reward.judge.cache"] = f"the judge's answers are written to {judge.cache}"
     if config.reward.runs_programs and config.reward.code.allow_unsafe:

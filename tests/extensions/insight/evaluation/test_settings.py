@@ -97,12 +97,6 @@ JUDGE = '[reward.judge]\nendpoint = "http://x/v1"\nmodel = "m"\n'
             JUDGE + 'api_key_env = "OTHERS"\n',
             "what OTHERS has is sent to http://x",
         ),
-        (
-            "judge",
-            "reward.judge.rubric_file",
-            JUDGE + 'rubric_file = "OTHERS"\n',
-            "what OTHERS has is sent to http://x",
-        ),
         ("judge", "reward.judge.cache", JUDGE + 'cache = "/home/me/.bashrc"\n', "written to .*bashrc"),
         ("code", "reward.code.allow_unsafe", "[reward.code]\nallow_unsafe = true\n", "without the sandbox"),
     ],
