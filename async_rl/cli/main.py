@@ -31,12 +31,10 @@ from async_rl.cli.options import (
     Insecure,
     Keys,
     Overrides,
-    Profile,
     Quiet,
     Replaces,
     Takeover,
     Wait,
-    with_profile,
 )
 from async_rl.cli.role import PLAIN, role
 from async_rl.cli.tools import tools
@@ -86,7 +84,6 @@ def launch(
     source: From = None,
     insecure: Insecure = False,
     takeover: Takeover = False,
-    profile: Profile = None,
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: print one JSON object.")] = False,
     quiet: Quiet = False,
     no_next: Annotated[bool, typer.Option("--no-next", help="Name no commands to try next at the end.")] = False,
@@ -106,7 +103,7 @@ def launch(
     from async_rl.launch import launch as launcher
     from async_rl.run.reuse import check_place
 
-    chosen = with_profile(overrides, profile)
+    chosen = overrides or []
     resolved = load_config(config, chosen)
     check_place(resolved, config, chosen)
     if dry_run:
@@ -131,7 +128,6 @@ def learner(
     source: From = None,
     insecure: Insecure = False,
     takeover: Takeover = False,
-    profile: Profile = None,
 ) -> None:
     """Train the model of CONFIG on the rollouts that generators send (one process, or every rank of torchrun).
 
@@ -150,7 +146,7 @@ def learner(
         from async_rl.run.reuse import check_place
 
         set_torch_defaults(is_learner=True)
-        resolved = load_config(config, with_profile(overrides, profile))
+        resolved = load_config(config, overrides or [])
         check_place(resolved, config, overrides or [])
         if not is_launched and os.environ.get("RANK", "0") == "0":  # rank 0 checks for all
             from async_rl.launch.checks.table import check_learner

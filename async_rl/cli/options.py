@@ -44,15 +44,6 @@ Takeover = Annotated[
         "process can then write nothing to the run any more.",
     ),
 ]
-Profile = Annotated[
-    str | None,
-    typer.Option(
-        "--profile",
-        metavar="STEPS",
-        help="Write a trace of these steps of the learner, such as 3 or 3-5, into profile/ in the run directory "
-        "(log.profile).",
-    ),
-]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
 Quiet = Annotated[
     bool, typer.Option("--quiet", "-q", help="Show neither progress nor messages, only the result and errors.")
@@ -115,8 +106,3 @@ CheckTimeout = Annotated[
     float,
     typer.Option("--timeout", metavar="SECONDS", min=1, help="Time limit of each check that loads data or a model."),
 ]
-
-
-def with_profile(overrides: list[str] | None, steps: str | None) -> list[str]:
-    """Return ``overrides``, and the override for ``--profile`` if that is given."""
-    return [*(overrides or []), *([] if steps is None else [f'log.profile="{steps}"'])]

@@ -85,7 +85,7 @@ def test_a_run_with_rewards_of_the_user_s_own_over_a_table(tmp_path: Path):
         "eval": {"table": str(tmp_path / "rows.csv")},
         "on_long_prompt": "truncate",
     }
-    rows, run_dir = launched(tmp_path, config, "--profile", "2"), tmp_path / "run"
+    rows, run_dir = launched(tmp_path, config, "--set", "log.profile=2-2"), tmp_path / "run"
     assert [(row["reward/mean"], row["accuracy/mean"]) for row in rows] == [(pytest.approx(1.25), 1.0)] * 3
     emitted = {key: declared_key(key) for row in metrics(run_dir) for key in row}
     assert [key for key, declared in emitted.items() if declared is None] == []
