@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -232,8 +231,6 @@ def status_tables(status: Mapping[str, Any]) -> list[Table]:
     generators = rest.pop("generators", [])
     if not any(g.get("alive", True) and g.get("backend") != DOCTOR for g in generators) and not status.get("finished"):
         run.add_row("generators", "no generator is connected")
-    if text := _agents_text(generators):
-        run.add_row("agents", text)
     if generators:
         tables.append(_generators_table(generators))
         if troubles := generator_troubles(generators):
@@ -293,26 +290,6 @@ def _run_rows(rest: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "next prompt", f"number {stream['position']} of the data, epoch {stream['epoch']}{over}{again}"
     if "leases" in rest:
         yield "leases", str(len(rest.pop("leases")))
-
-
-def _agents_text(generators: Sequence[Mapping[str, Any]]) -> str:
-    """Return one line about the agents of all ``generators``; empty if none has played a session to its end."""
-    counts: Counter[str] = Counter()
-    for generator in generators:
-        counts.update((generator.get("stats") or {}).get("counters") or {})
-    of = {name.removeprefix("agent/"): number for name, number in counts.items() if name.startswith("agent/")}
-    if not of.get("sessions"):
-        return ""
-    again = {name: of.get(name, 0) for name in ("continued", "branched", "rewritten")}
-    later = sum(again.values())
-    parts = [f"{of['sessions']:,} sessions with {of.get('first', 0) + later:,} answers"]
-    if later:
-        parts.append(f"after the first {', '.join(f'{n / later:.0%} {name}' for name, n in again.items() if n)}")
-    counted = ("untrained", "lost", "tool_calls")
-    parts += [f"{of[name]:,} {name.replace('_', ' ')}" for name in counted if of.get(name)]
-    if total_s := of.get("sampling_s", 0) + of.get("own_s", 0):
-        parts.append(f"{of.get('own_s', 0) / total_s:.0%} of their time by themselves")
-    return "; ".join(parts)
 
 
 def _generators_table(generators: Sequence[Mapping[str, Any]]) -> Table:

@@ -156,17 +156,6 @@ def in_words(text: str) -> list[str]:
     return [" ".join(line.replace("│", " ").split()) for line in text.splitlines()]
 
 
-def test_tables_have_what_agents_did_on_all_generators():
-    counters = {"agent/sessions": 10, "agent/first": 10, "agent/continued": 15, "agent/branched": 0,
-                "agent/rewritten": 5, "agent/lost": 1, "agent/tool_calls": 7, "agent/sampling_s": 30, "agent/own_s": 10,
-                "judge_requests": 3}  # fmt: skip
-    generators = [{"id": name, "stats": {"num_tokens": 0, "counters": counters}} for name in "gh"]
-    assert (
-        "20 sessions with 60 answers; after the first 75% continued, 25% rewritten; 2 lost; 14 tool calls; 25% of "
-        "their time by themselves"
-    ) in shown({"generators": [*generators, {"id": "i"}]}, width=200)
-
-
 STATUS: dict[str, Any] = {
     "step": 3, "lineage": "l1", "num_steps": 8, "finished": False, "stop": "",
     "bytes": 0, "bytes_reserved": 1536, "max_bytes": 1 << 31,
