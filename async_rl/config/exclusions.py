@@ -476,21 +476,8 @@ _CRITIC = (
          "leave one of the two out", {"loss.advantage": "gae", "critic.freeze_steps": 5, "learner.fixed_lag": 4}),
 )  # fmt: skip
 
-_AUDIT = (
-    _row("learner.audit_rewards", lambda c: c.learner.audit_rewards > 0 and not has_model(c.generator.backend),
-         "0 with generator.backend = {c.generator.backend!r}", "its texts are not its tokens, so leave the key out",
-         {"learner.audit_rewards": 0.1, "generator.backend": "fake"}),
-    _row("learner.audit_rewards", lambda c: c.learner.audit_rewards > 0 and c.environment.is_set,
-         "0 with an environment", "only its generator saw what it did, so leave the key out",
-         {"learner.audit_rewards": 0.1, "environment.name": "mine.py"}),
-    _row("learner.audit_rewards",
-         lambda c: c.learner.audit_rewards > 0 and (c.reward.asks_scorer or c.reward.asks_judge),
-         "0 with a reward that asks a model", "its second grade may differ, so leave the key out",
-         {"learner.audit_rewards": 0.1, **_SCORER, **_UNFILTERED, "reward.type": "model", "reward.model": "big"}),
-)  # fmt: skip
-
 EXCLUSIONS: tuple[Contradiction, ...] = (
     *_STALENESS, *_CURRICULUM, *_SAMPLING, *_MACHINES, *_REWARDS, *_SCORERS, *_DISTILLATION, *_ENVIRONMENT,
-    *_GENERATING, *_CRITIC, *_AUDIT,
+    *_GENERATING, *_CRITIC,
 )  # fmt: skip
 """Every combination of keys of different sections that is refused, in the order in which they are checked."""

@@ -203,14 +203,6 @@ class LearnerConfig(Section):
         description="CPU threads of each rank; if unset, the cores divided by the processes of the run.",
     )
 
-    audit_rewards: Free[float] = Field(
-        default=0.0,
-        ge=0,
-        le=1,
-        description="Share of the trained groups, chosen at random, that the learner grades again in one thread, to "
-        "find generators that forge rewards (docs/many_nodes.md); 0 is off. Code of your own needs "
-        "generator.allow_code on the learner's machine, too.",
-    )
     generate: Free[bool] = Field(
         default=False,
         description="Whether the learner samples, too: while a rank waits for groups, its device samples as another "

@@ -45,6 +45,7 @@ _REPLACED: Mapping[str, str] = {
         'remove it: queue.run_ahead = "auto" keeps data younger than a bound that lowers itself did',
     ),
     "critic.trunk": "remove it: a critic has a model of its own, and critic.path may name a smaller one",
+    "learner.audit_rewards": "remove it, and give keys only to generators that you trust (docs/many_nodes.md)",
     "reward.judge.rubric_file": "write its text as reward.judge.rubric",
     **dict.fromkeys(
         ("reward.judge.prompt_price", "reward.judge.completion_price"),

@@ -39,7 +39,7 @@ MAY_BE_ABSENT = {
     *(f"curriculum/{name}" for name in ("aside", "known", "pass_rate", "passed_aside", "passed_thinned")),
     "time/checkpoint_write_s", "idle/learner_used", "learner_sampled/groups", "learner_sampled/tokens",
     "time/critic_s", *(key for key in METRIC_KEYS if key.startswith("critic/")),
-    *(key for key in METRIC_KEYS if key.startswith(("audit/", "mirror/"))),
+    *(key for key in METRIC_KEYS if key.startswith("mirror/")),
     "grading/<counter>", *(key for key in METRIC_KEYS if key.startswith("agent/")),
     "length/cut_turn", "length/cut_context", "advantage/agreement", "advantage/zero_groups",
     # It needs a known device.

@@ -34,8 +34,7 @@ MASK_CAUSES = (
 
 - ``invalid``: the learner can't train on its data. The queue refuses such groups, so this is a second check.
 - ``unknown_weights``: it was sampled with weights that this run did not publish.
-- ``quarantined``: its generator's log-probabilities are far from the learner's (``loop.parity``), or its rewards are
-  forged (``loop.reward_audit``).
+- ``quarantined``: its generator's log-probabilities are far from the learner's (``loop.parity``).
 - ``failed``: its inference engine, its environment or its reward failed.
 - ``unjudged``: the reward says nothing of it (``RewardOutput.is_judged``).
 - ``filter``: its group's accuracy is outside ``queue.filter_range``, and ``queue.refill`` is false.

@@ -45,11 +45,8 @@ from async_rl.run.records.step_log import Row, iter_rows
 from async_rl.run.records.token_columns import GIVEN, TokenTable, columns_path, read_token_columns
 from async_rl.run.reuse import shared_values
 
-FIXED = (
-    "data.eval={}", "eval.sets={}", "weights.parity=off", "weights.sync_every=1", "learner.generate=false",
-    "learner.audit_rewards=0",
-)  # fmt: skip
-"""Settings of every replay: nobody samples, so nothing is evaluated, compared or graded again."""
+FIXED = ("data.eval={}", "eval.sets={}", "weights.parity=off", "weights.sync_every=1", "learner.generate=false")
+"""Settings of every replay: nobody samples, so nothing is evaluated or compared."""
 _DIGEST = "replayed"
 _NOBODY = QueueStats(0, 0, 0, 0, GeneratorStats(), {**Ledger().as_dict(), "outcomes": {}})
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -40,7 +40,6 @@ from async_rl.learner.loop.parts import StepPart
 from async_rl.learner.loop.publishing import FixedLagWeights, StagedWeights, WeightsSender
 from async_rl.learner.loop.received import DropBias, ReceivedAccuracy
 from async_rl.learner.loop.replay import RecordedRun, ReplayQueue, ReplayWeights, check_replayable
-from async_rl.learner.loop.reward_audit import build_reward_audit
 from async_rl.learner.loop.rollout_records import RolloutRecords
 from async_rl.learner.loop.trainer import Trainer
 from async_rl.learner.ranks import Ranks, compute_dtype, init_ranks
@@ -242,13 +241,9 @@ def train_with(config: Config, engine: Engine, context: LearnerContext) -> list[
             run_dir, point, state, config, written, on_row=on_row, confirm=confirm
         )
         _record_changes(run_dir, restored, config)
-        audits: list[StepPart] = []
-        if config.learner.audit_rewards:
-            audit = build_reward_audit(config, state, queue, run_dir, context.decode)
-            audits.append(written.enter_context(closing(audit)))
         trainer = _trainer(
             config, state, engine, queue, context, run_dir, weights=weights,
-            audits=audits, metrics=metrics, trained=trained, summaries=summaries, confirm=confirm,
+            metrics=metrics, trained=trained, summaries=summaries, confirm=confirm,
         )  # fmt: skip
         trainer.run()
         # Release the other ranks now: the export of a large model may outlast their timeout.
@@ -264,7 +259,7 @@ def train_with(config: Config, engine: Engine, context: LearnerContext) -> list[
 
 def _trainer(
     config: Config, state: TrainerState, engine: Engine, queue: LearnerQueue, context: LearnerContext,
-    run_dir: RunDir, *, weights: WeightsSender, audits: Sequence[StepPart], metrics: MetricsWriter, trained: StepLog,
+    run_dir: RunDir, *, weights: WeightsSender, metrics: MetricsWriter, trained: StepLog,
     summaries: StepLog, confirm: Callable[[], None],
 ) -> Trainer:  # fmt: skip
     """Return the loop with its real parts, in the order in which a step calls them."""
@@ -286,7 +281,7 @@ def _trainer(
         step_log=trained,
         run_dir=run_dir.path,
         decode=context.decode,
-        parts=[*audits, *parts, records],
+        parts=[*parts, records],
         probes=gate,
         stop_signal=context.stop_signal,
         vocab_size=vocabulary_size(config.model.path),

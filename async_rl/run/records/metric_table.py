@@ -180,14 +180,6 @@ METRIC_SECTIONS: dict[str, dict[str, str]] = {
         "parity/sampled_<name>": "The same figures for tokens as they were sampled, by the version that the learner "
         "still held; in nats.",
     },
-    "Audit of rewards (learner.audit_rewards)": {
-        "audit/regraded": "Number of answers whose second grade arrived in the step.",
-        "audit/refuted": "Number of these for which the learner found another grade than the claimed one, twice.",
-        "audit/unsteady": "Number of these to which the learner gave two grades.",
-        "audit/failed": "Number of answers that the learner could not grade again.",
-        "audit/left_out": "Number of groups since the start that were not graded again, because too many waited.",
-        "audit/quarantined": "Number of generators that the audit has found since the learner started.",
-    },
     "Bias by groups that are lost": {
         "bias/groups": "Number of groups that ended in the last 50 steps; the other bias figures are about them.",
         "bias/lost": "Share of the groups in bias/groups that were dropped or cancelled.",
