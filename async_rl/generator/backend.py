@@ -192,6 +192,18 @@ class SleepingBackend(Protocol):
 
 
 @runtime_checkable
+class TellingBackend(Protocol):
+    """Additional method of a backend that tells the tokens of a sample before it is finished."""
+
+    def tokens_after(self, counts: Mapping[str, int]) -> dict[str, np.ndarray]:
+        """Return by lease id the tokens of its sample, int32 [N], after the first ``counts[lease_id]``.
+
+        The leases have one sample each. One that does not run is left out.
+        """
+        ...
+
+
+@runtime_checkable
 class TextBackend(Protocol):
     """Additional property of a backend that has its own tokens instead of those of the model's tokenizer."""
 

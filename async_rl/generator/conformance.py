@@ -17,7 +17,7 @@ import numpy as np
 from msgspec import structs
 
 from async_rl.errors import AsyncRLError
-from async_rl.generator.backend import Backend, Sampled
+from async_rl.generator.backend import Backend, Sampled, TellingBackend
 from async_rl.generator.parity import ScoringBackend
 from async_rl.queue.parity import ProbeSequence
 from async_rl.records import NO_VERSION, PER_TOKEN, Lease, LeaseKind, Prompt, Sampling
@@ -264,6 +264,16 @@ def reports_the_routes_of_every_token(trial: _Trial) -> bool | None:
     return None
 
 
+def tells_what_it_has_sampled(trial: _Trial) -> bool | None:
+    backend, lease, told = trial.backend, trial.lease(group_size=1), list[int]()
+    if not isinstance(backend, TellingBackend):
+        return False
+    trial.submit(lease)
+    while not (done := backend.step()):
+        told += [int(one) for ids in backend.tokens_after({lease.lease_id: len(told)}).values() for one in ids]
+    return trial.expect(told == done[0].token_ids[: len(told)].tolist(), f"to tell {done[0].token_ids}", told)
+
+
 def runs_more_than_fit_at_once(trial: _Trial) -> None:
     size = trial.backend.max_running + 2
     first, second = trial.lease(group_size=size), trial.lease(group_size=2)
@@ -375,6 +385,7 @@ CHECKS: tuple[Callable[[_Trial], bool | None], ...] = (
     stops_at_stop_strings,
     obeys_top_k_and_reports_what_it_left,
     reports_the_routes_of_every_token,
+    tells_what_it_has_sampled,
     runs_more_than_fit_at_once,
     forgets_what_is_cancelled,
     stamps_versions_across_a_weight_update,

@@ -24,7 +24,9 @@ from tests.learner.moe import loaded, moe_model
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "uniform_backend.py"
 NAMES = {check.__name__ for check in CHECKS}
 NEEDS_EXPERTS = {"reports_the_routes_of_every_token"}
-NEEDS_A_MODEL = {"stops_at_stop_strings", "scores_what_it_sampled", "digests_tell_weights_apart"} | NEEDS_EXPERTS
+NEEDS_A_MODEL = NEEDS_EXPERTS | {
+    "stops_at_stop_strings", "scores_what_it_sampled", "digests_tell_weights_apart", "tells_what_it_has_sampled",
+}  # fmt: skip
 
 
 def config(backend: str, *, deterministic: bool = False, **generator: Any) -> Config:

@@ -235,6 +235,13 @@ class TransformersBackend:
             tokens[sequence.lease.lease_id] += count
         return tokens
 
+    def tokens_after(self, counts: Mapping[str, int]) -> dict[str, np.ndarray]:
+        return {
+            name: self._running.last_tokens(row, int(self._running.num_sampled[row]) - counts[name])
+            for row, name in enumerate(one.lease.lease_id for one in self._running.sequences)
+            if name in counts
+        }
+
     def activate(self, version: int, weights: Mapping[str, Any]) -> float:
         started_s = time.perf_counter()
         self._weights.check(weights)

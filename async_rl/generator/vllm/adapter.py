@@ -365,7 +365,7 @@ class Gathered:
 
     def __init__(self, vocab_size: int | None) -> None:
         self._vocab_size = vocab_size
-        self._token_ids: list[int] = []
+        self.token_ids: list[int] = []
         self._logprobs: list[float] = []
         self._counts: list[int] = []
         self._allowed_ids: list[np.ndarray] = []
@@ -376,7 +376,7 @@ class Gathered:
         return self._vocab_size is not None
 
     def __len__(self) -> int:
-        return len(self._token_ids)
+        return len(self.token_ids)
 
     def add(self, token_ids: Sequence[int], logprobs: Any) -> None:
         """Append the next tokens, with vLLM's ``FlatLogprobs`` of them.
@@ -398,7 +398,7 @@ class Gathered:
                     f"vLLM: expected the log-probability of the sampled token {token_id}, got that of {ids[start]}; "
                     f"report it with the installed version of vLLM"
                 )
-            self._token_ids.append(token_id)
+            self.token_ids.append(token_id)
             self._logprobs.append(values[start])
             if self._vocab_size is not None:
                 self._keep(np.array(ids[start:end]), np.array(values[start:end]), self._vocab_size)
@@ -416,7 +416,7 @@ class Gathered:
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the collected token ids, int32 [N], and log-probabilities, float32 [N]."""
-        return np.array(self._token_ids, np.int32), np.array(self._logprobs, np.float32)
+        return np.array(self.token_ids, np.int32), np.array(self._logprobs, np.float32)
 
     def sampling_mask(self) -> SamplingMask | None:
         if self._vocab_size is None or not self._counts:

@@ -253,6 +253,13 @@ class VllmBackend:
             for lease_id, lease in self._leases.items()
         }
 
+    def tokens_after(self, counts: Mapping[str, int]) -> dict[str, np.ndarray]:
+        return {
+            one.lease.lease_id: np.array(one.gathered.token_ids[counts[one.lease.lease_id] :], np.int32)
+            for one in self._running.values()
+            if one.lease.lease_id in counts
+        }
+
     def activate(self, version: int, weights: Mapping[str, Any]) -> float:
         """Sample with ``weights`` from now on. See ``backend.Backend``.
 
