@@ -216,6 +216,7 @@ def test_calls_are_read_in_the_form_in_which_the_template_writes_them(name: str)
          ("5", "hm", 0)),
         ("qwen3_5_think", "<|im_start|>assistant\n<think>\n", "hm\n</think>\n\n5", ("5", "hm", 0)),
         ("qwen3_5_think", "<|im_start|>assistant\n<think>\n", "hm", ("hm", None, 0)),
+        ("qwen3", "<think>\n", "hm</think>5", ("5", "hm", 0)),
         ("qwen3_5_think", "<|im_start|>assistant\n<think>\n\n</think>\n\n", "5", ("5", None, 0)),
         ("gemma4", "<|turn>model\n", "<|channel>thought\nhm<channel|>5", ("5", "hm", 0)),
         *(("lfm2_2_5", "", text, (text, None, 0)) for text in (
@@ -245,7 +246,7 @@ def test_the_tokenizers_own_response_template_comes_first():
     [
         ("5", "5", None, []),
         ("<think>\nhm\n</think>\n\n5", "5", "hm", []),
-        ("hm</think>5", "5", "hm", []),
+        ("hm</think>5", "hm</think>5", None, []),
         (CALL, "So.", None, [("add", '{"a": 2, "b": 3}')]),
         ("<tool_call>not JSON</tool_call>", "<tool_call>not JSON</tool_call>", None, []),
         ('<tool_call>{"name": "a"}</tool_call><tool_call>{"name": "b"}', "", None, [("a", "{}"), ("b", "{}")]),

@@ -7,10 +7,13 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from async_rl.data.template_forms import call_arguments, called_function
 from async_rl.extensions.agents.front.forms import CALLS, CONTENT, FORMS, PLAIN, THINK, THINK_END, THOUGHTS, Form
+
+if TYPE_CHECKING:
+    from transformers.utils.chat_parsing.response_templates import ResponseTemplate
 
 _ASKED = {"role": "user", "content": "Which flowers grow there?"}
 _NAME, _ARGUMENTS = "pick_flowers", {"place": "meadow", "count": 7, "more": {"colours": ["red", "blue"]}}
@@ -32,6 +35,8 @@ _EXAMPLES: Mapping[str, Any] = {
     "string": "a place", "integer": 7, "number": 0.5, "boolean": True, "array": ["red", "blue"], "object": {"more": 1},
 }  # fmt: skip
 """A value of each type of JSON schema."""
+_MALFORMED = (ValueError, TypeError, KeyError, SyntaxError, RecursionError, MemoryError)
+"""What the parser raises for a text that is not in its form."""
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
@@ -122,7 +127,7 @@ def parse_answer(
         tools: those that the request names. Without any, no call is read.
         end: the text of the token that ended the answer, which a form may need. The model may leave other marks out.
     """
-    silent = None if form is None else {**form, "fields": {k: v for k, v in form["fields"].items() if k != CALLS}}
+    silent = None if form is None else _silent(form)
     for one, given, ended in ((form, tools, end), (form, tools, ""), (silent, (), ""), (PLAIN, (), "")):
         if one is not None and given is not None:
             with suppress(_NotReadError):
@@ -130,24 +135,39 @@ def parse_answer(
     return Parsed(text)
 
 
-def _read(form: Form, text: str, prompt: str, tools: Sequence[Mapping[str, Any]], end: str = "") -> Parsed:
+def _silent(form: Form) -> Form:
+    """Return the form without calls."""
+    return {**form, "fields": {name: field for name, field in form["fields"].items() if name != CALLS}}
+
+
+def _parser(form: Form, prompt: str, tools: Sequence[Mapping[str, Any]]) -> tuple[Any, ResponseTemplate, str]:
+    """Return transformers' parser behind the prompt, its template, and what the prompt opens that it does not see."""
     from transformers.utils.chat_parsing import ResponseParser
     from transformers.utils.chat_parsing.response_templates import load_response_template
 
     spec = load_response_template(dict(form))
     begun = spec.truncate_past_last_anchor(prompt)
     parser = ResponseParser(spec, "" if begun == prompt else prompt, tools=[dict(tool) for tool in tools])
-    before, found, _ = text.partition(THINK_END)
-    if found and THINK not in before and not any(event["field"] in THOUGHTS for event in parser.initial_events[-1:]):
-        text = THINK + text
-    text += end
+    is_seen = any(event["field"] in THOUGHTS for event in parser.initial_events[-1:])
+    opens = [field.open_re for name, field in spec.fields.items() if name in THOUGHTS and field.open_re is not None]
+    is_opened = prompt.rstrip().endswith(THINK) and any(one.fullmatch(THINK) for one in opens)
+    return parser, spec, THINK if is_opened and not is_seen else ""
+
+
+def _read(form: Form, text: str, prompt: str, tools: Sequence[Mapping[str, Any]], end: str = "") -> Parsed:
+    parser, spec, opened = _parser(form, prompt, tools)
+    text = (opened if THINK_END in text else "") + text + end
     try:
         parser.feed(text)
         message, last = parser.finalize()
         calls = tuple(_calls(message.get(CALLS, [])))
-    except (ValueError, TypeError, KeyError, SyntaxError, RecursionError, MemoryError) as error:
+    except _MALFORMED as error:
         raise _NotReadError from error
-    for field in (spec.fields[event["field"]] for event in last if event["type"] == "region_close"):
+    for event in (event for event in last if event["type"] == "region_close"):
+        field = spec.fields[event["field"]]
+        # What stands before a thought without an end may have been told.
+        if field.name in THOUGHTS and not end and (message.get(CONTENT) or message.get(field.name) != event["value"]):
+            continue
         # A pattern waits for more at the end of the text. JSON that is whole is no part of a call.
         is_closed = field.close_re is not None and any(m.end() == len(text) for m in field.close_re.finditer(text))
         if not is_closed and field.name != CONTENT and field.content != "json":
@@ -157,6 +177,33 @@ def _read(form: Form, text: str, prompt: str, tools: Sequence[Mapping[str, Any]]
     if not (content or calls or thoughts) and text:
         raise _NotReadError
     return Parsed(content if thoughts is None and not calls else content.strip("\n"), thoughts or None, calls)
+
+
+def begun_answer(
+    form: Form | None, text: str, prompt: str, tools: Sequence[Mapping[str, Any]] | None
+) -> Parsed | None:  # fmt: skip
+    """Return what ``parse_answer`` reads of any answer that begins with ``text``; None if nothing can be said now.
+
+    transformers' parser holds back what may become a mark, and is enough for that. But ``parse_answer`` takes back what
+    is malformed, and trims. So thoughts count when they have ended, and line breaks when something follows them; from a
+    call on, or from thoughts behind a text, nothing does.
+    """
+    shown = PLAIN if form is None else form if tools is not None else _silent(form)
+    parser, _, opened = _parser(shown, prompt, tools or ())
+    content = thoughts = ""
+    try:
+        events = [*parser.initial_events, *parser.feed(opened + text)]
+    except _MALFORMED:
+        return None
+    for kind, name, event in ((event["type"], event["field"], event) for event in events):
+        if kind == "region_open" and (name == CALLS or (name in THOUGHTS and content.strip("\n"))):
+            break
+        if name == CONTENT and kind == "region_chunk":
+            content += event["text"]
+        elif name in THOUGHTS and kind == "region_close":
+            thoughts += event["value"]
+    content = content.lstrip("\n") if thoughts else content
+    return Parsed("" if content[:1] == "\n" else content.rstrip("\n"), thoughts.strip("\n") or None)
 
 
 def _calls(found: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
