@@ -39,13 +39,14 @@ from async_rl.extensions.agents.front.messages import (
     Finish,
     OfPrograms,
     Outside,
+    Piece,
     Refuse,
 )
 from async_rl.extensions.agents.front.process import Front, FrontLost
 from async_rl.extensions.agents.outside_programs import OutsidePrograms
 from async_rl.extensions.agents.session import KEY_BYTES, OpenSession, Outcome
 from async_rl.extensions.agents.session_tokens import Limits, MustWaitError, NoRoomError, SessionTokens
-from async_rl.generator.backend import Sampled
+from async_rl.generator.backend import Sampled, TellingBackend
 from async_rl.generator.environment_rollouts import prompt_text, start_message
 from async_rl.generator.rollouts import Graded, Pending, Played, ThreadGrader, turns_of
 from async_rl.process.fault_points import fault_point
@@ -57,7 +58,8 @@ logger = logging.getLogger(__name__)
 SESSIONS_PER_SLOT = 4
 """A generator has at most this many sessions for each sequence that its backend runs at once."""
 _CHECK_S = 0.1
-"""Time between two looks for silent agents. The loop calls ``collect`` in each turn, so it must cost little."""
+"""Time between two looks for silent agents and for what was sampled of streamed answers. The loop calls ``collect`` in
+each turn, so it must cost little."""
 _NO_LOGPROB = -9999.0
 """What vLLM reports where it has no log-probability."""
 
@@ -108,6 +110,8 @@ class AgentRollouts:
         self._by_key: dict[str, OpenSession] = {}
         self._by_request: dict[str, tuple[OpenSession, int]] = {}
         self._by_call: dict[int, OpenSession] = {}
+        self._streamed: dict[str, int] = {}
+        """How many tokens were told of the answer to a request that is streamed."""
         self._ended: list[OpenSession] = []
         self._check_at_s = -math.inf
         self._may_begin = False
@@ -222,6 +226,7 @@ class AgentRollouts:
             self._check_at_s = now_s + _CHECK_S
             for session in list(self._sessions.values()):
                 self._check_silence(session, now_s)
+            self._tell()
         done, self._done = self._done, []
         return done + self._grader.collect()
 
@@ -347,8 +352,20 @@ class AgentRollouts:
         if call.said is not None:
             session.said[call.call] = call.said
         self._by_request[request.lease_id] = session, call.call
+        if call.is_streamed:
+            self._streamed[request.lease_id] = 0
         self._engine.submit(request, ids)
         fault_point("generator.call_begun")  # the engine has a call, and has sampled nothing for it
+
+    def _tell(self) -> None:
+        """Tell the front what was sampled of streamed answers since the last time."""
+        self._streamed = {one: count for one, count in self._streamed.items() if one in self._by_request}
+        if not self._streamed or not isinstance(self._engine, TellingBackend):
+            return
+        for request, token_ids in self._engine.tokens_after(self._streamed).items():
+            if len(token_ids):
+                self._streamed[request] += len(token_ids)
+                self._front.reply(Piece(self._by_request[request][1], token_ids.astype("<i4").tobytes()))
 
     def _refuse(self, call: Call, message: str, code: str, param: str) -> None:
         self._by_call.pop(call.call, None)

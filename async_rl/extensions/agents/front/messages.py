@@ -47,6 +47,13 @@ class Reply(msgspec.Struct, tag=True, frozen=True):
     text: str
 
 
+class Piece(msgspec.Struct, tag=True, frozen=True):
+    """N further tokens of the answer to a streamed call. The ``Reply`` has all of them again."""
+
+    call: int
+    token_ids: bytes
+
+
 class Refuse(msgspec.Struct, tag=True, frozen=True):
     """A call is refused with an HTTP status. ``param`` is the request's field that is wrong, if one is."""
 
@@ -95,6 +102,7 @@ class Call(msgspec.Struct, tag=True, frozen=True):
     ``max_tokens``, ``stop`` and ``stop_token_ids`` may only shorten the answer. ``settings`` are the sampling settings
     that the request names. ``seed`` is mixed into the rollout's own. ``said`` is None if the agent sent token ids. The
     run trains on the answer if ``is_trained``, and judges it in the place of the last one if ``is_answer``.
+    ``is_streamed``: its tokens are told as they come.
     """
 
     call: int
@@ -108,6 +116,7 @@ class Call(msgspec.Struct, tag=True, frozen=True):
     said: Said | None = None
     is_trained: bool = True
     is_answer: bool = False
+    is_streamed: bool = False
 
 
 class Finish(msgspec.Struct, tag=True, frozen=True):
@@ -162,7 +171,7 @@ class Outside(msgspec.Struct, tag=True, frozen=True):
     problem: str
 
 
-ToFront = Open | Close | Reply | Refuse | Accept | Join | Offered
+ToFront = Open | Close | Reply | Piece | Refuse | Accept | Join | Offered
 OfPrograms = Claimed | Ended | Outside
 ToGenerator = Call | Finish | Answered | Delivered | Gone | OfPrograms
 

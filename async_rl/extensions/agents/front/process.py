@@ -25,6 +25,7 @@ from async_rl.extensions.agents.front.messages import (
     Join,
     Offered,
     Open,
+    Piece,
     Refuse,
     Reply,
     ToFront,
@@ -112,8 +113,8 @@ class Front:
         self._claimed.discard(key)
         self._send(Close(key, reason))
 
-    def reply(self, message: Reply | Accept | Refuse) -> None:
-        """Answer a call. Nothing happens if its client has gone."""
+    def reply(self, message: Reply | Piece | Accept | Refuse) -> None:
+        """Answer a call, or begin to. Nothing happens if its client has gone."""
         self._send(message)
 
     def poll(self) -> list[ToGenerator | FrontLost]:
