@@ -18,6 +18,7 @@ from async_rl.extensions.agents.front.dialects import (
     called,
     chat_body,
     function_tool,
+    growing,
     read_all,
     refused,
     server_sent,
@@ -116,15 +117,14 @@ def _messages(message: _Message, note: Note) -> Iterator[Body]:
 def _answer(answer: Body, asked: Body) -> Body:
     (choice,) = answer["choices"]
     message, stop = choice["message"], choice["stop_reason"]
-    content: list[Body] = []
-    if thoughts := message.get("reasoning_content"):
-        content.append({"type": "thinking", "thinking": thoughts, "signature": ""})
-    if message["content"]:
-        content.append({"type": "text", "text": message["content"]})
+    content: list[Body] = [
+        {"type": "text", "text": text} if name == "content" else {"type": "thinking", "thinking": text, "signature": ""}
+        for name, text in choice["parts"]
+    ]
     for call in message.get("tool_calls", ()):
         name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])
         content.append({"type": "tool_use", "id": call["id"], "name": name, "input": arguments})
-    ended = "end_turn" if stop is None else "stop_sequence"
+    ended = None if choice["finish_reason"] is None else "end_turn" if stop is None else "stop_sequence"
     return {
         "id": answer["id"].replace("chatcmpl-", "msg_"), "type": "message", "role": "assistant",
         "model": answer["model"], "content": content,
@@ -136,19 +136,26 @@ def _answer(answer: Body, asked: Body) -> Body:
     }  # fmt: skip
 
 
-def _events(answer: Body) -> Iterator[Body]:
+def _events(answer: Body, told: Body | None, asked: Body) -> Iterator[Body]:
     ends = {name: answer[name] for name in ("stop_reason", "stop_sequence")}
-    yield {"type": "message_start", "message": {**answer, "content": [], **dict.fromkeys(ends)}}
-    for index, block in enumerate(answer["content"]):
+    is_whole = ends["stop_reason"] is not None
+    if told is None:
+        yield {"type": "message_start", "message": {**answer, "content": [], **dict.fromkeys(ends)}}
+    blocks = growing(answer["content"], told["content"] if told else (), is_whole=is_whole)
+    for index, block, had, is_done in blocks:
         deltas = _DELTAS[block["type"]]
-        empty = {field: type(block[field])() for field, _, _ in deltas}
-        yield {"type": "content_block_start", "index": index, "content_block": block | empty}
+        if had is None:
+            empty = {field: type(block[field])() for field, _, _ in deltas}
+            yield {"type": "content_block_start", "index": index, "content_block": block | empty}
         for field, kind, name in deltas:
             text = block[field] if isinstance(block[field], str) else json.dumps(block[field])
-            yield {"type": "content_block_delta", "index": index, "delta": {"type": kind, name: text}}
-        yield {"type": "content_block_stop", "index": index}
-    yield {"type": "message_delta", "delta": ends, "usage": answer["usage"]}
-    yield {"type": "message_stop"}
+            if (rest := text[len(had[field]) if had else 0 :]) or (is_done and not text):
+                yield {"type": "content_block_delta", "index": index, "delta": {"type": kind, name: rest}}
+        if is_done:
+            yield {"type": "content_block_stop", "index": index}
+    if is_whole:
+        yield {"type": "message_delta", "delta": ends, "usage": answer["usage"]}
+        yield {"type": "message_stop"}
 
 
-MESSAGES = Dialect(_chat, _answer, lambda answer, asked: server_sent(_events(answer)))
+MESSAGES = Dialect(_chat, _answer, _events, lambda event, _: server_sent(event), server_sent({"type": "ping"}))

@@ -1,12 +1,9 @@
-"""``POST /v1/chat/completions``: OpenAI's requests as calls, and answers in OpenAI's shape.
-
-An answer that is streamed comes in one piece.
-"""
+"""``POST /v1/chat/completions``: OpenAI's requests as calls, and answers in OpenAI's shape."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,7 +12,7 @@ import msgspec
 import numpy as np
 
 from async_rl.errors import ModelError
-from async_rl.extensions.agents.front.answers import form_of, message_of, parse_answer, unread_tools
+from async_rl.extensions.agents.front.answers import begun_answer, form_of, message_of, parse_answer, unread_tools
 from async_rl.extensions.agents.front.conversations import (
     NO_VARIABLES,
     ChatPrompt,
@@ -24,8 +21,8 @@ from async_rl.extensions.agents.front.conversations import (
     Variables,
 )
 from async_rl.extensions.agents.front.demands import FIELDS, Demand, demand_of
-from async_rl.extensions.agents.front.dialects import Dialect
-from async_rl.extensions.agents.front.forms import Form
+from async_rl.extensions.agents.front.dialects import Body, Dialect
+from async_rl.extensions.agents.front.forms import CONTENT, FORMS, THOUGHTS, Form
 from async_rl.extensions.agents.front.messages import Call, Reply, Said
 from async_rl.extensions.agents.front.requests import (
     OF_CHATS,
@@ -44,6 +41,8 @@ MAX_CHOICES = 64
 _OF_RENDERING = {"messages", "tools", "add_generation_prompt", "tokenize", "continue_final_message"}
 _NUM_LAST = 64
 """Number of tokens at a prompt's end in which the beginning of the model's turn is looked for."""
+_LESS_OFTEN = 64
+"""An answer that comes is decoded anew, from its beginning, when it has grown by one in so many tokens."""
 _NO_TOKENIZER = "chats need a tokenizer with a chat template, and this generator has none; use /inference/v1/generate"
 
 
@@ -235,26 +234,71 @@ def chat_call(wanted: ChatRequest, prompt: ChatPrompt, number: int, key: str, ch
     token_ids = prompt.token_ids.astype("<i4").tobytes()
     return Call(
         number, key, token_ids, max_tokens=wanted.max_tokens, said=said, is_trained=wanted.is_trained,
-        is_answer=wanted.is_answer, **wishes(wanted.raw, choice),
+        is_answer=wanted.is_answer, is_streamed=bool(wanted.raw.get("stream")), **wishes(wanted.raw, choice),
     )  # fmt: skip
 
 
-def chat_answer(
-    wanted: ChatRequest, model: str, prompt: ChatPrompt, replies: Sequence[Reply], renderer: ChatRenderer
-) -> dict[str, Any]:
-    """Return the body of the answer, with a choice for each reply."""
-    before = renderer.decode(prompt.token_ids[-_NUM_LAST:])
-    choices = [_choice(wanted, index, reply, renderer, before) for index, reply in enumerate(replies)]
-    num_prompt = len(prompt.token_ids)
-    num_sampled = sum(len(reply.token_ids) // 4 for reply in replies)
-    answer = {
-        "id": f"chatcmpl-{replies[0].call}", "object": "chat.completion", "created": 0,
-        "model": str(wanted.raw.get("model") or model), "choices": choices,
-        "usage": {
-            "prompt_tokens": num_prompt, "completion_tokens": num_sampled, "total_tokens": num_prompt + num_sampled,
-        },
-    }  # fmt: skip
-    return answer | ({"prompt_token_ids": prompt.token_ids.tolist()} if wanted.raw.get("return_token_ids") else {})
+class Draft:
+    """The answer to a chat while it is sampled. ``call`` is the number of its first call.
+
+    A choice has, in addition to OpenAI's fields, the ``parts`` of its message: names of fields and texts, in the order
+    in which a client gets them.
+    """
+
+    def __init__(self, wanted: ChatRequest, model: str, prompt: ChatPrompt, call: int, renderer: ChatRenderer) -> None:
+        self._wanted, self._prompt, self._renderer = wanted, prompt, renderer
+        self._before = renderer.decode(prompt.token_ids[-_NUM_LAST:])
+        self._named = {"id": f"chatcmpl-{call}", "model": str(wanted.raw.get("model") or model)}
+        self._sampled, self._decode_at = b"", 4
+        self._parts: list[tuple[str, str]] = []
+
+    def grown(self, token_ids: bytes) -> Body | None:
+        """Return the body as far as it is certain after further tokens, int32 [N]; None if that is no more than before,
+        or if it can't be known: of one answer of several, in a form that is asked for, or in the model's own.
+        """
+        from async_rl.data.answer_text import answer_decoder
+
+        self._sampled += token_ids
+        wanted, renderer, known, num = self._wanted, self._renderer, self._parts, len(self._sampled)
+        if num < self._decode_at or wanted.n > 1 or wanted.demand or renderer.form not in (None, *FORMS.values()):
+            return None
+        self._decode_at = num + max(4, num // _LESS_OFTEN)
+        text = answer_decoder(renderer.tokenizer, ())(np.frombuffer(self._sampled, np.int32))
+        if (begun := begun_answer(renderer.form, _certain(text, wanted), self._before, wanted.tools)) is None:
+            return None
+        message = message_of(begun, "")
+        self._parts = self._extended(message)
+        none = dict.fromkeys(("finish_reason", "stop_reason", "logprobs"))
+        choice = {"index": 0, "message": message, "parts": self._parts, **none}
+        return None if self._parts == known else self._body([choice], 0)
+
+    def whole(self, replies: Sequence[Reply]) -> Body:
+        """Return the body of the answer, with a choice for each reply."""
+        choices = [_choice(self._wanted, *one, self._renderer, self._before) for one in enumerate(replies)]
+        for choice in choices:
+            choice["parts"] = self._extended(choice["message"])
+        return self._body(choices, sum(len(reply.token_ids) // 4 for reply in replies))
+
+    def _extended(self, message: Mapping[str, Any]) -> list[tuple[str, str]]:
+        """Return the parts that were told, and what a message has in addition: first more of the last one."""
+        names, parts = (THOUGHTS[0], CONTENT), list(self._parts)
+        for name in reversed(names) if parts and parts[-1][0] == CONTENT else names:
+            told, text = "".join(one for known, one in parts if known == name), message.get(name) or ""
+            assert text.startswith(told), f"expected an answer with {told[-40:]!r}, which was streamed, got another one"
+            if rest := text[len(told) :]:
+                begun = parts.pop()[1] if parts and parts[-1][0] == name else ""
+                parts.append((name, begun + rest))
+        return parts
+
+    def _body(self, choices: Sequence[Body], num_sampled: int) -> Body:
+        num_prompt, token_ids = len(self._prompt.token_ids), self._prompt.token_ids
+        return {
+            **self._named, "object": "chat.completion", "created": 0, "choices": choices,
+            "usage": {
+                "prompt_tokens": num_prompt, "completion_tokens": num_sampled, "total_tokens": num_prompt + num_sampled,
+            },
+            **({"prompt_token_ids": token_ids.tolist()} if self._wanted.raw.get("return_token_ids") else {}),
+        }  # fmt: skip
 
 
 def _choice(
@@ -286,6 +330,14 @@ def _choice(
     return choice
 
 
+def _certain(text: str, wanted: ChatRequest) -> str:
+    """Return the beginning of a text that further tokens do not change, and that ends before a stop text."""
+    text, stops = text.rstrip("\ufffd"), stop_of(wanted.raw)  # a character may be cut
+    places = (place for stop in stops if (place := text.find(stop)) >= 0)
+    begun = (length for stop in stops for length in range(1, len(stop)) if text.endswith(stop[:length]))
+    return text[: min(places, default=len(text) - max(begun, default=0))]
+
+
 def _text_of(wanted: ChatRequest, reply: Reply) -> tuple[str, str | None]:
     """Return the text of an answer without the request's stop text that ended it, as OpenAI's API does, and that."""
     found = [(place, stop) for stop in stop_of(wanted.raw) if (place := reply.text.find(stop)) >= 0]
@@ -293,31 +345,42 @@ def _text_of(wanted: ChatRequest, reply: Reply) -> tuple[str, str | None]:
     return reply.text[:place], stop
 
 
-def _events(answer: Mapping[str, Any], asked: Mapping[str, Any]) -> bytes:
-    """Return the answer as server-sent events: text before calls and the end, and the usage if it was asked for.
+def _answer(answer: Body, asked: Body) -> Body:
+    choices = [{name: choice[name] for name in choice if name != "parts"} for choice in answer["choices"]]
+    return {**answer, "choices": choices}
+
+
+def _events(answer: Body, told: Body | None, asked: Body) -> Iterator[Any]:
+    """Yield chunks: text before calls and the end, and the usage if it was asked for.
 
     Some clients lose the calls of an event that has text, too.
     """
     common = {name: answer[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
     chunks: list[dict[str, Any]] = []
     for choice in answer["choices"]:
-        delta = dict(choice["message"])
-        if calls := delta.pop("tool_calls", ()):
-            if delta["content"] or delta.get("reasoning_content"):
-                chunks.append(
-                    {**common, "choices": [{"index": choice["index"], "delta": delta, "finish_reason": None}]}
-                )
-                delta = {}
+        delta, is_whole = dict(choice["message"]), choice["finish_reason"] is not None
+        calls = delta.pop("tool_calls", ())
+        if told is not None:
+            known = told["choices"][0]["message"]
+            rests = {name: (delta.get(name) or "")[len(known.get(name) or "") :] for name in (THOUGHTS[0], CONTENT)}
+            delta = {name: rest for name, rest in rests.items() if rest}
+        if not is_whole or (calls and any(delta.get(name) for name in (THOUGHTS[0], CONTENT))):
+            chunks.append({**common, "choices": [{"index": choice["index"], "delta": delta, "finish_reason": None}]})
+            delta = {}
+        if calls:
             delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
         piece = {name: choice[name] for name in ("index", "logprobs", "finish_reason", "token_ids") if name in choice}
-        chunks.append({**common, "choices": [{**piece, "delta": delta}]})
-    if "prompt_token_ids" in answer:
+        chunks += [{**common, "choices": [{**piece, "delta": delta}]}] if is_whole else []
+    if "prompt_token_ids" in answer and told is None:
         chunks[0]["prompt_token_ids"] = answer["prompt_token_ids"]
-    options = asked.get("stream_options")
-    if isinstance(options, dict) and options.get("include_usage"):
-        chunks.append({**common, "choices": [], "usage": answer["usage"]})
-    events = [b"data: " + msgspec.json.encode(chunk) for chunk in chunks]
-    return b"\n\n".join([*events, b"data: [DONE]"]) + b"\n\n"
+    yield from chunks
+    if answer["choices"][0]["finish_reason"] is not None:
+        options = asked.get("stream_options")
+        if isinstance(options, dict) and options.get("include_usage"):
+            yield {**common, "choices": [], "usage": answer["usage"]}
+        yield msgspec.Raw(b"[DONE]")
 
 
-CHATS = Dialect(lambda asked, note: asked, lambda answer, asked: answer, _events)
+CHATS = Dialect(
+    lambda asked, _: asked, _answer, _events, lambda chunk, _: b"data: %s\n\n" % msgspec.json.encode(chunk)
+)  # fmt: skip

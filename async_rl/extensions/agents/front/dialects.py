@@ -7,7 +7,7 @@ own message again, thoughts aside. A field that a dialect does not read is the c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -26,12 +26,17 @@ class Dialect:
     Attributes:
         chat: returns a request as the body of a chat. Raises ``RefusedError``.
         answer: returns a chat's answer, the first argument, as that to the request, the second.
-        events: returns what ``answer`` returned as server-sent events, in one piece.
+        events: yields the events that bring a client to what ``answer`` returned, the first argument, from what it had
+            returned when less was sampled, the second; None if the client has nothing. The third is the request.
+        write: returns an event, whose number is the second argument, as bytes.
+        ping: an event that says nothing.
     """
 
     chat: Callable[[Body, Note], Body]
     answer: Callable[[Body, Body], Body]
-    events: Callable[[Body, Body], bytes]
+    events: Callable[[Body, Body | None, Body], Iterable[Any]]
+    write: Callable[[Any, int], bytes]
+    ping: bytes = b": ping\n\n"
 
 
 class _Part(msgspec.Struct):
@@ -137,7 +142,16 @@ def called(call_id: str, name: str, arguments: str) -> Body:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def server_sent(events: Iterable[Body], *, has_numbers: bool = False) -> bytes:
-    """Return events under the names of their types, also numbered if the API ``has_numbers``."""
-    numbered = ({**one, "sequence_number": number} if has_numbers else one for number, one in enumerate(events))
-    return b"".join(b"event: %s\ndata: %s\n\n" % (one["type"].encode(), msgspec.json.encode(one)) for one in numbered)
+def growing(
+    now: Sequence[Body], told: Sequence[Body], *, is_whole: bool
+) -> Iterator[tuple[int, Body, Body | None, bool]]:
+    """Yield the blocks of an answer that a client may lack something of: their place, the block, what the client has of
+    it, None for nothing, and whether it ends. All but the last of a list have ended.
+    """
+    for place in range(max(0, len(told) - 1), len(now)):
+        yield place, now[place], told[place] if place < len(told) else None, is_whole or place < len(now) - 1
+
+
+def server_sent(event: Body) -> bytes:
+    """Return an event under the name of its type."""
+    return b"event: %s\ndata: %s\n\n" % (event["type"].encode(), msgspec.json.encode(event))

@@ -18,6 +18,7 @@ from async_rl.extensions.agents.front.dialects import (
     called,
     chat_body,
     function_tool,
+    growing,
     read_all,
     refused,
     server_sent,
@@ -96,7 +97,8 @@ def _add(messages: list[Body], item: _Item, note: Note) -> None:
         case "message":  # few templates read developers' messages
             messages.append({"role": "system" if item.role == "developer" else item.role, "content": text})
         case "reasoning":
-            _answering(messages, "content", "tool_calls", "reasoning_content")["reasoning_content"] = text
+            going_on = _answering(messages, "tool_calls")  # thoughts may stand behind a text
+            going_on["reasoning_content"] = going_on.get("reasoning_content", "") + text
         case "function_call" | "custom_tool_call":
             arguments = item.arguments if item.type == "function_call" else json.dumps({"input": item.input})
             calls = _answering(messages).setdefault("tool_calls", [])
@@ -117,12 +119,12 @@ def _answering(messages: list[Body], *ends: str) -> Body:
 def _answer(answer: Body, asked: Body) -> Body:
     (choice,) = answer["choices"]
     number, usage = answer["id"].removeprefix("chatcmpl-"), answer["usage"]
-    is_cut = choice["finish_reason"] == "length"
+    status = {"length": "incomplete", None: "in_progress"}.get(choice["finish_reason"], "completed")
     return {
         "id": f"resp_{number}", "object": "response", "created_at": 0, "model": answer["model"], "error": None,
-        "status": "incomplete" if is_cut else "completed",
-        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-        "output": list(_items(choice["message"], number, asked)), "parallel_tool_calls": True,
+        "status": status,
+        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+        "output": list(_items(choice, number, asked)), "parallel_tool_calls": True,
         "tool_choice": asked.get("tool_choice") or "auto", "tools": asked.get("tools") or [],
         "usage": {
             "input_tokens": usage["prompt_tokens"], "input_tokens_details": {"cached_tokens": 0},
@@ -132,15 +134,17 @@ def _answer(answer: Body, asked: Body) -> Body:
     }  # fmt: skip
 
 
-def _items(message: Body, number: str, asked: Body) -> Iterator[Body]:
+def _items(choice: Body, number: str, asked: Body) -> Iterator[Body]:
     known = {name: (space, tool) for name, space, tool in _tools(asked, lambda name, value: None)}
-    done, calls = {"status": "completed"}, message.get("tool_calls", ())
-    if thoughts := message.get("reasoning_content"):
-        content = [{"type": "reasoning_text", "text": thoughts}]
-        yield {"type": "reasoning", "id": f"rs_{number}", "summary": [], "content": content, **done}
-    if message["content"] or not calls:
-        content = [{"type": "output_text", "text": message["content"] or "", "annotations": [], "logprobs": []}]
-        yield {"type": "message", "id": f"msg_{number}", "role": "assistant", "content": content, **done}
+    done, calls, parts = {"status": "completed"}, choice["message"].get("tool_calls", ()), choice["parts"]
+    is_silent = not (choice["message"].get("content") or calls or choice["finish_reason"] is None)
+    for place, (name, text) in enumerate([*parts, *([("content", "")] if is_silent else [])]):
+        if name == "content":
+            content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]
+            yield {"type": "message", "id": f"msg_{number}_{place}", "role": "assistant", "content": content, **done}
+        else:
+            content = [{"type": "reasoning_text", "text": text}]
+            yield {"type": "reasoning", "id": f"rs_{number}_{place}", "summary": [], "content": content, **done}
     for place, call in enumerate(calls):
         name, arguments = call["function"]["name"], call["function"]["arguments"]
         space, tool = known.get(name, ("", _Tool("function", name)))
@@ -153,26 +157,33 @@ def _items(message: Body, number: str, asked: Body) -> Iterator[Body]:
             yield {"type": "function_call", "arguments": arguments, **own}
 
 
-def _events(answer: Body) -> Iterator[Body]:
+def _events(answer: Body, told: Body | None, asked: Body) -> Iterator[Body]:
     begun = {**answer, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
-    yield {"type": "response.created", "response": begun}
-    yield {"type": "response.in_progress", "response": begun}
-    for index, item in enumerate(answer["output"]):
+    if told is None:
+        yield {"type": "response.created", "response": begun}
+        yield {"type": "response.in_progress", "response": begun}
+    is_whole = answer["status"] != "in_progress"
+    for index, item, had, is_done in growing(answer["output"], told["output"] if told else (), is_whole=is_whole):
         kind, name = _TEXTS[item["type"]]
         where = {"output_index": index, "item_id": item["id"]}
         parts = item.get("content", ())
-        empty = {**item, "status": "in_progress", **({"content": []} if parts else {name: ""})}
-        yield {"type": "response.output_item.added", "output_index": index, "item": empty}
-        for part in parts:
-            where |= {"content_index": 0, "logprobs": []}
-            yield {"type": "response.content_part.added", **where, "part": {**part, name: ""}}
+        where |= {"content_index": 0, "logprobs": []} if parts else {}
+        if had is None:
+            empty = {**item, "status": "in_progress", **({"content": []} if parts else {name: ""})}
+            yield {"type": "response.output_item.added", "output_index": index, "item": empty}
+            for part in parts:
+                yield {"type": "response.content_part.added", **where, "part": {**part, name: ""}}
         text = (parts[0] if parts else item)[name]
-        yield {"type": f"response.{kind}.delta", **where, "delta": text}
+        if (rest := text[len(had["content"][0][name]) if had else 0 :]) or had is None:
+            yield {"type": f"response.{kind}.delta", **where, "delta": rest}
+        if not is_done:
+            continue
         yield {"type": f"response.{kind}.done", **where, name: text}
         for part in parts:
             yield {"type": "response.content_part.done", **where, "part": part}
         yield {"type": "response.output_item.done", "output_index": index, "item": item}
-    yield {"type": f"response.{answer['status']}", "response": answer}
+    if is_whole:
+        yield {"type": f"response.{answer['status']}", "response": answer}
 
 
-RESPONSES = Dialect(_chat, _answer, lambda answer, asked: server_sent(_events(answer), has_numbers=True))
+RESPONSES = Dialect(_chat, _answer, _events, lambda event, number: server_sent({**event, "sequence_number": number}))

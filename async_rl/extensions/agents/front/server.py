@@ -29,7 +29,7 @@ import socket
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -39,12 +39,14 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from async_rl.extensions.agents.front.anthropic_messages import MESSAGES
 from async_rl.extensions.agents.front.chat import (
     CHATS,
     ChatRenderer,
-    chat_answer,
+    ChatRequest,
+    Draft,
     chat_call,
     load_renderer,
     prompt_of,
@@ -52,7 +54,7 @@ from async_rl.extensions.agents.front.chat import (
 )
 from async_rl.extensions.agents.front.conversations import ChatPrompt, Conversations
 from async_rl.extensions.agents.front.demands import TRIES
-from async_rl.extensions.agents.front.dialects import Dialect
+from async_rl.extensions.agents.front.dialects import Body, Dialect
 from async_rl.extensions.agents.front.messages import (
     Accept,
     Answered,
@@ -64,6 +66,7 @@ from async_rl.extensions.agents.front.messages import (
     Join,
     Offered,
     Open,
+    Piece,
     Refuse,
     Reply,
     ToFront,
@@ -82,7 +85,7 @@ from async_rl.extensions.agents.front.requests import (
     read_generate,
     read_json,
 )
-from async_rl.extensions.agents.relay.loopback import serve_http
+from async_rl.extensions.agents.relay.loopback import error_body, serve_http
 from async_rl.extensions.agents.relay.responses import HandedResponse, bearer, disconnected, read_body, refusal
 from async_rl.process.fault_points import fault_point
 from async_rl.process.helper import parent_socket
@@ -96,6 +99,11 @@ MAX_CALLS_OF_SESSION = 256
 """Maximum number of calls of one session that run at the same time."""
 _GENERATE = "/inference/v1/generate"
 _CHUNK = 1 << 16
+_EVENTS = "text/event-stream; charset=utf-8"
+_TELL_S = 0.1
+"""Time between two looks for more of an answer that is streamed."""
+PING_S = 15.0
+"""A client that awaits events hears so often that the server is there."""
 _CLIENT_GONE = 499
 """The status of an answer that nobody gets, as nginx has it."""
 _MAX_CLOSED = 65_536
@@ -151,6 +159,8 @@ class Calls:
         self._open: dict[str, set[int]] = {}
         self._closed: OrderedDict[str, str] = OrderedDict()
         self._waiting: dict[int, asyncio.Future[Reply | Accept | Refuse | Close]] = {}
+        self._begun: dict[int, bytes] = {}
+        """Tokens of running calls that their clients were not told."""
         self.programs: RemotePrograms | None = None
 
     async def listen(self) -> None:
@@ -177,54 +187,59 @@ class Calls:
 
     @contextlib.contextmanager
     def numbered(self, key: str, count: int) -> Iterator[list[int]]:
-        """Number ``count`` calls of a session, which count as running within the ``with`` block."""
+        """Number ``count`` calls of a session, which count as running within the ``with`` block. If that raises, those
+        are stopped that are not refused.
+        """
         numbers = [next(self._numbers) for _ in range(count)]
         calls = self._open[key]
         calls.update(numbers)
         self._waiting.update((number, asyncio.get_running_loop().create_future()) for number in numbers)
         try:
             yield numbers
+        except BaseException:
+            for number in numbers:
+                future = self._waiting[number]
+                if not future.done() or isinstance(future.result(), Reply):
+                    self.send(Gone(number))
+            raise
         finally:
             calls.difference_update(numbers)
             for number in numbers:
                 del self._waiting[number]
+                self._begun.pop(number, None)
 
-    async def answers(self, calls: Sequence[Call | Finish], request: Request) -> list[Any]:
+    async def answers(
+        self, calls: Sequence[Call | Finish], request: Request, hear: Callable[[bytes], Awaitable[None]] | None = None
+    ) -> list[Any]:
         """Pass the calls of one request on, or a session's reward, and wait for all answers.
 
-        Return a ``Reply`` for each call, and ``Accept`` for a reward.
+        Return a ``Reply`` for each call, and ``Accept`` for a reward. ``hear`` gets the tokens that come before, int32
+        [N], every ``_TELL_S``.
 
         Raises:
-            RefusedError: the generator refuses one of them. The others are stopped.
-            ClientGoneError: the client has gone meanwhile. All are stopped.
+            RefusedError: the generator refuses one of them.
+            ClientGoneError: the client has gone meanwhile.
         """
         for call in calls:
             self.send(call)
         fault_point("front.called")  # a call is sent to the generator, it is not answered
+        first, look_s = asyncio.FIRST_COMPLETED, None if hear is None else _TELL_S
         gone = asyncio.create_task(disconnected(request))
         try:
-            return [await self._answer(call.call, gone) for call in calls]
-        except (ClientGoneError, RefusedError):
             for call in calls:
                 future = self._waiting[call.call]
-                if not future.done() or isinstance(future.result(), Reply):
-                    self.send(Gone(call.call))
-            raise
+                while not (await asyncio.wait({future, gone}, timeout=look_s, return_when=first))[0] and hear:
+                    await hear(self._begun.pop(call.call, b""))
+                if gone.done():
+                    raise ClientGoneError
+                found = future.result()
+                if isinstance(found, Close):
+                    raise RefusedError(410, _CLOSED[found.reason], "session_closed")
+                if isinstance(found, Refuse):
+                    raise RefusedError(found.status, found.message, found.code, found.param)
+            return [self._waiting[call.call].result() for call in calls]
         finally:
             gone.cancel()
-
-    async def _answer(self, number: int, gone: asyncio.Task[None]) -> Reply | Accept:
-        """Wait for the generator's answer to a call, and return it if it is no refusal."""
-        future = self._waiting[number]
-        await asyncio.wait({future, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if gone.done():
-            raise ClientGoneError
-        found = future.result()
-        if isinstance(found, Reply | Accept):
-            return found
-        if isinstance(found, Close):
-            raise RefusedError(410, _CLOSED[found.reason], "session_closed")
-        raise RefusedError(found.status, found.message, found.code, found.param)
 
     def send(self, message: ToGenerator) -> None:
         self._writer.write(pack(message))
@@ -237,6 +252,10 @@ class Calls:
         if isinstance(message, Join | Offered | Close) and self.programs is not None:
             self.programs.take(message)
         if isinstance(message, Join | Offered):
+            return
+        if isinstance(message, Piece):
+            if message.call in self._waiting:
+                self._begun[message.call] = self._begun.get(message.call, b"") + message.token_ids
             return
         if isinstance(message, Close):
             self._closed[message.key] = message.reason
@@ -296,7 +315,7 @@ class Endpoints:
             (reply,) = await self._calls.answers([call], request)
             return self._answer(msgspec.json.encode(generate_answer(reply)), [number])
 
-    async def chat(self, dialect: Dialect, request: Request) -> Response:
+    async def chat(self, dialect: Dialect, request: Request) -> ASGIApp:
         """``POST`` to one of the paths of ``DIALECTS``."""
         key = _key(request)
         asked = read_json(await self._body(request, key), dict[str, Any])
@@ -308,33 +327,76 @@ class Endpoints:
             prompt = await asyncio.to_thread(prompt_of, known, wanted, renderer, self._note)
         if request.url.path.endswith(_COUNT):
             return _json({"input_tokens": len(prompt.token_ids)})
+        play = partial(self._play, key, wanted, known, prompt, renderer, request)
+        if asked.get("stream"):
+            return partial(self.stream, dialect, asked, play)
+        numbers, chat = await play()
+        return self._answer(msgspec.json.encode(dialect.answer(chat, asked)), numbers)
+
+    async def _play(
+        self, key: str, wanted: ChatRequest, known: Conversations, prompt: ChatPrompt, renderer: ChatRenderer,
+        request: Request, tell: Callable[[Body | None], Awaitable[None]] | None = None,
+    ) -> tuple[list[int], Body]:  # fmt: skip
+        """Have a chat answered, and remember what was said. Return the numbers of its calls, and the answer.
+
+        ``tell`` gets the answer every ``_TELL_S`` as far as it is certain; None if it has not grown.
+        """
         for _ in range(TRIES if wanted.demand else 1):
             self._calls.check_key(key)
             with self._calls.numbered(key, wanted.n) as numbers:
+                draft = Draft(wanted, self._manners.model, prompt, numbers[0], renderer)
                 calls = [chat_call(wanted, prompt, number, key, choice) for choice, number in enumerate(numbers)]
-                replies = await self._calls.answers(calls, request)
-                chat = chat_answer(wanted, self._manners.model, prompt, replies, renderer)
+                hear = None if tell is None else lambda ids, draft=draft: tell(draft.grown(ids))
+                replies = await self._calls.answers(calls, request, hear)
+                chat = draft.whole(replies)
                 if wanted.demand and not all(map(wanted.demand, chat["choices"])):
                     for number in numbers:
                         self._calls.send(Gone(number))
                     continue
-                return self._chat_answered(dialect, asked, known, prompt, numbers, replies, chat)
+                for number, reply, choice in zip(numbers, replies, chat["choices"], strict=True):
+                    self._calls.send(Answered(number, msgspec.json.encode(choice["message"])))
+                    token_ids, is_cut = np.frombuffer(reply.token_ids, np.int32), reply.finish_reason == "length"
+                    known.add(prompt, number, token_ids, choice["message"], is_cut=is_cut)
+                return numbers, chat
         text = f"expected an answer in the form that the request asks for, got {TRIES} others"
         raise RefusedError(422, text, "form_not_met")
 
-    def _chat_answered(
-        self, dialect: Dialect, asked: dict[str, Any], known: Conversations, prompt: ChatPrompt,
-        numbers: Sequence[int], replies: Sequence[Reply], chat: dict[str, Any],
-    ) -> Response:  # fmt: skip
-        """Remember what was said, and return the response."""
-        for number, reply, choice in zip(numbers, replies, chat["choices"], strict=True):
-            self._calls.send(Answered(number, msgspec.json.encode(choice["message"])))
-            token_ids, is_cut = np.frombuffer(reply.token_ids, np.int32), reply.finish_reason == "length"
-            known.add(prompt, number, token_ids, choice["message"], is_cut=is_cut)
-        answer = dialect.answer(chat, asked)
-        if asked.get("stream"):
-            return self._answer(dialect.events(answer, asked), numbers, "text/event-stream; charset=utf-8")
-        return self._answer(msgspec.json.encode(answer), numbers)
+    async def stream(
+        self, dialect: Dialect, asked: Body, play: Callable[..., Awaitable[tuple[list[int], Body]]],
+        scope: Scope, receive: Receive, send: Send,
+    ) -> None:  # fmt: skip
+        """Respond to a chat with events. The response begins with the first one: what is wrong before is none."""
+        told, number, written_s, is_begun = None, itertools.count(), time.monotonic(), False
+
+        async def write(message: Message) -> None:
+            nonlocal written_s, is_begun
+            if message["type"] != "http.response.start" or not is_begun:
+                is_begun, written_s = True, time.monotonic()
+                await send(message)
+
+        def events_to(chat: Body) -> bytes:
+            nonlocal told
+            before, told = told, dialect.answer(chat, asked)
+            return b"".join(dialect.write(one, next(number)) for one in dialect.events(told, before, asked))
+
+        async def tell(chat: Body | None) -> None:
+            if chat is not None or time.monotonic() - written_s >= PING_S:
+                headers = [(b"content-type", _EVENTS.encode())]
+                await write({"type": "http.response.start", "status": 200, "headers": headers})
+                events = dialect.ping if chat is None else events_to(chat)
+                await write({"type": "http.response.body", "body": events, "more_body": True})
+
+        try:
+            numbers, chat = await play(tell)
+        except (RefusedError, ClientGoneError) as error:
+            if not is_begun:
+                raise
+            if isinstance(error, RefusedError):
+                found = json.loads(error_body(error.message, error.code, error.param or None))
+                body = dialect.write({**found["error"], **found}, next(number))
+                await write({"type": "http.response.body", "body": body})
+            return
+        await self._answer(events_to(chat), numbers, _EVENTS)(scope, receive, write)
 
     def _note(self, name: str, value: object) -> None:
         """Log a field of requests that has no effect, once."""
