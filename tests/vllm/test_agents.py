@@ -72,7 +72,7 @@ def of_sync_client(task):
         told_all(answer)
         assert answer.choices[0].message.content == "It is 5."
         chunks = list(create(model="policy", messages=say("stream"), max_tokens=20, stream=True, **ALL))
-        told(chunks[0].prompt_token_ids, chunks[0].choices[0].model_dump())
+        told(chunks[0].prompt_token_ids, chunks[-1].choices[0].model_dump())
 
 
 async def run(task):
