@@ -111,6 +111,16 @@ def test_a_second_call_continues_the_sampled_ids_under_the_templates_of_the_fiel
     assert reply["content"] in chat.decode(after.token_ids[len(prompt.token_ids) :])
 
 
+@pytest.mark.parametrize("name", public.cases())
+def test_turns_after_a_call_are_said_to_be_rewritten_where_they_are(name: str, caplog: pytest.LogCaptureFixture):
+    tokenizer = public.tokenizer_of(name)
+    renderer = ChatRenderer(tokenizer, {}, public.listed_ids(tokenizer, name))
+    for tools in (TOOLS, TOOLS * 2):
+        assert renderer.unread_tools(tools) == []
+    # gpt-oss: the prompt of the second question has all before the first answer again.
+    assert [one.args for one in caplog.records] == ([(pytest.approx(48, abs=1),)] if name == "gptoss" else [])
+
+
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "qwen3_instruct_2507", "llama3", "gemma", "phi3"])
 def test_what_is_continued_is_what_the_template_would_write(name: str):
     chat = Chat(name)

@@ -65,7 +65,7 @@ def form_of(own: Form | None, write: Write) -> Form | None:
     None: the template writes no call, or one that no form reads.
     """
     forms = [*filter(None, [own]), *FORMS.values()]
-    return next((form for form in forms if _reads_back(form, write, [TOOL], _NAME, _ARGUMENTS)), None)
+    return next((form for form in forms if _reads_back(form, write, [TOOL], _call(_NAME, _ARGUMENTS))), None)
 
 
 def unread_tools(form: Form, write: Write, tools: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -75,16 +75,22 @@ def unread_tools(form: Form, write: Write, tools: Sequence[Mapping[str, Any]]) -
     """
     found: list[str] = []
     for tool in tools:
-        name = (function := called_function(tool)).get("name")
-        if not isinstance(name, str) or not _reads_back(form, write, tools, name, _arguments_of(function)):
+        name = called_function(tool).get("name")
+        if not isinstance(name, str) or not _reads_back(form, write, tools, example_call(tool)):
             found.append(str(name or tool.get("type")))
     return found
 
 
-def _arguments_of(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments of a tool that are as its schema says, as far as their types go."""
-    schemas = (tool.get("parameters") or {}).get("properties") or {}
-    return {name: _example_of(schema) for name, schema in schemas.items()}
+def example_call(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message that calls a tool, with arguments that are as its schema says, as far as their types go."""
+    function = called_function(tool)
+    schemas = (function.get("parameters") or {}).get("properties") or {}
+    return _call(str(function.get("name")), {name: _example_of(schema) for name, schema in schemas.items()})
+
+
+def _call(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    call = {"id": "000000001", "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": "", CALLS: [call]}
 
 
 def _example_of(schema: Any) -> Any:
@@ -95,14 +101,12 @@ def _example_of(schema: Any) -> Any:
     return schema["enum"][0] if kind and schema.get("enum") else _EXAMPLES.get(str(kind), "a place")
 
 
-def _reads_back(
-    form: Form, write: Write, tools: Sequence[Mapping[str, Any]], name: str, arguments: Mapping[str, Any]
-) -> bool:
+def _reads_back(form: Form, write: Write, tools: Sequence[Mapping[str, Any]], message: Mapping[str, Any]) -> bool:
     from transformers.utils.chat_parsing.response_templates import load_response_template
 
-    call = {"id": "000000001", "type": "function", "function": {"name": name, "arguments": arguments}}
+    called = message[CALLS][0]["function"]
     try:
-        text = write([_ASKED, {"role": "assistant", "content": "", CALLS: [call]}], tools)
+        text = write([_ASKED, message], tools)
     except Exception:  # the template's own: it refuses tool calls
         return False
     try:
@@ -110,7 +114,7 @@ def _reads_back(
         calls = _read(form, answer, "", tools).calls
     except (_NotReadError, ValueError):
         return False
-    return answer != text and [(one, json.loads(given)) for one, given in calls] == [(name, arguments)]
+    return answer != text and [{"name": one, "arguments": json.loads(given)} for one, given in calls] == [called]
 
 
 def parse_answer(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,13 +14,21 @@ import msgspec
 import numpy as np
 
 from async_rl.errors import ModelError
-from async_rl.extensions.agents.front.answers import begun_answer, form_of, message_of, parse_answer, unread_tools
+from async_rl.extensions.agents.front.answers import (
+    begun_answer,
+    example_call,
+    form_of,
+    message_of,
+    parse_answer,
+    unread_tools,
+)
 from async_rl.extensions.agents.front.conversations import (
     NO_VARIABLES,
     ChatPrompt,
     Conversations,
     Tools,
     Variables,
+    share_again,
 )
 from async_rl.extensions.agents.front.demands import FIELDS, Demand, demand_of
 from async_rl.extensions.agents.front.dialects import Body, Dialect
@@ -37,12 +47,19 @@ from async_rl.extensions.agents.front.requests import (
     wishes,
 )
 
+logger = logging.getLogger(__name__)
+
 MAX_CHOICES = 64
 _OF_RENDERING = {"messages", "tools", "add_generation_prompt", "tokenize", "continue_final_message"}
 _NUM_LAST = 64
 """Number of tokens at a prompt's end in which the beginning of the model's turn is looked for."""
 _LESS_OFTEN = 64
 """An answer that comes is decoded anew, from its beginning, when it has grown by one in so many tokens."""
+_REWRITTEN = (
+    "agents' calls: under the model's chat template, turns after a tool's call can't go on with the sampled tokens and "
+    "are rewritten: %.0f%% of the tokens of a session with a call, its result, an answer and a question are computed "
+    "again (docs/templates.md)"
+)
 _NO_TOKENIZER = "chats need a tokenizer with a chat template, and this generator has none; use /inference/v1/generate"
 
 
@@ -62,13 +79,16 @@ class ChatRequest(msgspec.Struct):
 class ChatRenderer:
     """Renders, encodes and decodes with a Hugging Face tokenizer. It implements ``conversations.Renderer``."""
 
-    def __init__(self, tokenizer: Any, arguments: Mapping[str, Any]) -> None:
-        """``arguments`` are variables of the chat template, which the request's tools are added to."""
+    def __init__(self, tokenizer: Any, arguments: Mapping[str, Any], ends: Collection[int] = ()) -> None:
+        """``arguments`` are variables of the chat template, which the request's tools are added to. ``ends`` are the
+        tokens that end a turn, if they are known.
+        """
         from async_rl.generator.environment_rollouts import TokenizerText
 
-        self.tokenizer, self.arguments = tokenizer, arguments
+        self.tokenizer, self.arguments, self._ends = tokenizer, arguments, ends
         self._text = TokenizerText(tokenizer, arguments)
         self._unread: dict[str, list[str]] = {}
+        self._is_warned = False
 
     @cached_property
     def reads_tools(self) -> bool:
@@ -94,7 +114,19 @@ class ChatRenderer:
         if said not in self._unread:
             self._unread.clear()
             self._unread[said] = unread_tools(self.form, self._write, tools)
+            self._warn_of_rewriting(tools)
         return self._unread[said]
+
+    def _warn_of_rewriting(self, tools: Sequence[Mapping[str, Any]]) -> None:
+        """Warn, once, if turns after a call of one of ``tools`` do not go on with the tokens before."""
+        if self._is_warned or not self._ends:
+            return
+        share, ends = 0.0, [self.ending(one) for one in self._ends]
+        with suppress(Exception):  # the template's own: a request with such a conversation is refused by name
+            share = max(share_again(example_call(tool), tools, self, ends) for tool in tools)
+        if share:
+            self._is_warned = True
+            logger.warning(_REWRITTEN, 100 * share)
 
     def _write(self, chat: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
         from async_rl.data.template import apply_template
@@ -141,11 +173,14 @@ def load_renderer(directory: str, arguments: Mapping[str, Any]) -> ChatRenderer:
         RefusedError: there is none, or it has no chat template. Each chat is refused with it.
     """
     from async_rl.data.chat import load_tokenizer
+    from async_rl.data.turn_end import turn_ends
 
     if not directory:
         raise RefusedError(501, _NO_TOKENIZER, "no_chat_template")
     try:
-        return ChatRenderer(load_tokenizer(Path(directory)), arguments)
+        tokenizer, has_model = load_tokenizer(Path(directory)), (Path(directory) / "config.json").is_file()
+        ends = turn_ends(tokenizer, Path(directory), arguments).ids if has_model else ()
+        return ChatRenderer(tokenizer, arguments, ends)
     except ModelError as error:
         raise RefusedError(501, f"{_NO_TOKENIZER} ({error})", "no_chat_template") from None
 

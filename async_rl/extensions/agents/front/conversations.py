@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from types import MappingProxyType
@@ -31,6 +31,7 @@ NO_VARIABLES: Variables = MappingProxyType({})
 _WORD = "bluebell-%d-buttercup"
 _OF_ANSWERS = ("role", "content", "tool_calls")
 """What identifies an answer. Clients leave thoughts out, and add fields of their own."""
+_AFTER_RESULT = ({"role": "assistant", "content": "All went well."}, {"role": "user", "content": "And now?"})
 
 
 class Renderer(Protocol):
@@ -131,6 +132,29 @@ class Conversations:
         num_known = 0 if prompt.known is None else len(prompt.known.token_ids())
         new = np.concatenate([prompt.token_ids[num_known:], token_ids]).astype(np.int32)
         self._known[_digest(prompt.digests[-1], answer)] = Known(call, prompt.known, new, ending)
+
+
+def share_again(call: Message, tools: Tools, renderer: Renderer, ends: Collection[str]) -> float:
+    """Return the share of a session's tokens that are computed again because turns after a tool's ``call`` are
+    rewritten. 0 if both go on with the tokens before them: that with the tool's result, and that after an answer to it.
+
+    ``ends`` are the texts of the tokens that may end a turn.
+
+    Raises:
+        Exception: the template can't render such a conversation.
+    """
+    result = {"role": "tool", "tool_call_id": call["tool_calls"][0]["id"], "content": "It is done, as you asked."}
+    chat = [{"role": "user", "content": "Do it."}, call, result, *_AFTER_RESULT]
+
+    def render(messages: Sequence[Message]) -> str:
+        return renderer.render(messages, tools, NO_VARIABLES)
+
+    def size(messages: Sequence[Message]) -> int:
+        return len(renderer.encode(render(messages)))
+
+    rewritten = (place for place in (1, 3) if not any(_rest(chat[: place + 2], place, render, (one,)) for one in ends))
+    again = sum(size(chat[:place]) for place in rewritten)
+    return again / (size(chat) + again)
 
 
 def _rest(
