@@ -162,7 +162,7 @@ def _read(form: Form, text: str, prompt: str, tools: Sequence[Mapping[str, Any]]
     parser, spec, opened = _parser(form, prompt, tools)
     text = (opened if THINK_END in text else "") + text + end
     try:
-        parser.feed(text)
+        events = [*parser.initial_events, *parser.feed(text)]
         message, last = parser.finalize()
         calls = tuple(_calls(message.get(CALLS, [])))
     except _MALFORMED as error:
@@ -180,7 +180,9 @@ def _read(form: Form, text: str, prompt: str, tools: Sequence[Mapping[str, Any]]
     thoughts = next((str(message[name]).strip("\n") for name in THOUGHTS if name in message), None)
     if not (content or calls or thoughts) and text:
         raise _NotReadError
-    return Parsed(content if thoughts is None and not calls else content.strip("\n"), thoughts or None, calls)
+    # Lines around thoughts and calls are no part of the content, even if the thoughts are empty.
+    is_all = not calls and not any(event["field"] in THOUGHTS for event in events)
+    return Parsed(content if is_all else content.strip("\n"), thoughts or None, calls)
 
 
 def begun_answer(
