@@ -229,6 +229,7 @@ def test_calls_are_read_in_the_form_in_which_the_template_writes_them(name: str)
         ("qwen3", "<think>\n", "hm</think>5", ("5", "hm", 0)),
         ("qwen3_5_think", "<|im_start|>assistant\n<think>\n\n</think>\n\n", "5", ("5", None, 0)),
         ("gemma4", "<|turn>model\n", "<|channel>thought\nhm<channel|>5", ("5", "hm", 0)),
+        ("gemma4", "<|turn>model\n", "hm</think>5", ("hm</think>5", None, 0)),
         # Without a thought: the lines around its marks are no part of the answer.
         ("glm4moe", "<|assistant|>", "\n<think></think>\n5", ("5", None, 0)),
         ("glm4moe", "<|assistant|>\n<think></think>", "\n5", ("5", None, 0)),
