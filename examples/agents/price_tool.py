@@ -1,11 +1,14 @@
 """An agent with a tool, trained end to end on a CPU: ask for a price with a tool call, and answer with what it says.
 
-    python examples/agents/price_tool.py [--seed 0]
+    python examples/agents/price_tool.py [--seed 0] [--template llama3_1]
 
 A small character-level model is made on the spot and warm-started on the notes of a careless pupil, who calls the tool
 as it should be called, and then swaps the digits of seven prices in ten. Reinforcement learning has to find out that
 reading them in order pays. The agent (``run``) is a plain loop around OpenAI's client. It knows nothing of
 training; it only returns what the rollout was worth. Every step is a command that you could type yourself.
+
+With ``--template`` the model speaks as another family's does: with a chat template of the installed trl, and a
+tokenizer of words and that template's marks.
 """
 
 from __future__ import annotations
@@ -13,10 +16,13 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +48,8 @@ TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 )
 MARKS = ("<s>", "<u>", "<a>", "<t>", "<end>", "<tool_call>", "</tool_call>")
+FAMILIES = {"llama3_1": ("<|eot_id|>",), "glm4moe": ("<|user|>", "<|observation|>")}
+"""trl's name of a family's template -> the tokens that end the model's turns; the first one is its ``eos_token``."""
 
 
 async def run(task: Any) -> float:
@@ -63,11 +71,13 @@ async def run(task: Any) -> float:
     return 0.0
 
 
-def call_of(item: str) -> str:
-    return "<tool_call>" + json.dumps({"name": "price", "arguments": {"item": item}}) + "</tool_call>"
+def call_of(item: str) -> dict[str, Any]:
+    """Return the message that asks for the price of ``item``. The template writes it in its form."""
+    function = {"name": "price", "arguments": {"item": item}}
+    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
 
 
-def write_rows(directory: Path, seed: int) -> None:
+def write_rows(directory: Path, seed: int, num_notes: int = 20_000) -> None:
     """``sft.jsonl`` (the pupil's notes), ``train.jsonl`` and ``held_out.jsonl`` (rows with a shop's prices)."""
     rng = random.Random(seed)
 
@@ -82,42 +92,72 @@ def write_rows(directory: Path, seed: int) -> None:
         item, price = rng.choice(ITEMS), str(rng.randrange(10, 100))
         said = price[::-1] if rng.random() < SWAPPED else price
         messages = [
-            {"role": "user", "content": f"{item}?"}, {"role": "assistant", "content": call_of(item)},
+            {"role": "user", "content": f"{item}?"}, call_of(item),
             {"role": "tool", "content": price}, {"role": "assistant", "content": said},
         ]  # fmt: skip
         return {"messages": messages, "tools": [TOOL]}
 
-    sets = {"sft": [notes() for _ in range(20_000)], "train": [row() for _ in range(2000)]}
+    sets = {"sft": [notes() for _ in range(num_notes)], "train": [row() for _ in range(2000)]}
     sets["held_out"] = [row() for _ in range(256)]
     for name, rows in sets.items():
         text = "".join(json.dumps(one) + "\n" for one in rows)
         (directory / f"{name}.jsonl").write_text(text, encoding="utf-8")
 
 
-def write_model(directory: Path, seed: int) -> None:
-    """A small Qwen2 with random weights and a tokenizer of characters and marks."""
-    import torch
+def character_tokenizer() -> Any:
+    """A tokenizer of characters and marks, with a template of ours."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
-    from transformers.utils import logging
+    from transformers import PreTrainedTokenizerFast
 
     vocabulary = {token: index for index, token in enumerate(["<pad>", *CHARACTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.decoder = decoders.Fuse()  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.add_tokens([AddedToken(mark, special="tool" not in mark, normalized=False) for mark in MARKS])
-    fast = PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>", unk_token="?", chat_template=TEMPLATE
     )
+
+
+def family_tokenizer(name: str, notes: Path) -> Any:
+    """A tokenizer with trl's template ``name``: bytes, digits, marks, and what the ``notes`` repeat."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    if (found := find_spec("trl")) is None or not found.submodule_search_locations:
+        sys.exit("--template: expected trl, whose chat templates it reads, got no such package; pip install trl")
+    template = (Path(found.submodule_search_locations[0]) / f"chat_templates/{name}.jinja").read_text(encoding="utf-8")
+    chats = [json.loads(line)["messages"] for line in notes.read_text(encoding="utf-8").splitlines()[:300]]
+    texts, _ = render_jinja_template(conversations=chats, tools=[TOOL], chat_template=template, bos_token="")
+    tokenizer, letters = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    split = [pre_tokenizers.Split(Regex(r"\d|[^\d\n]*\n+|[^\d\n]+"), "isolated"), letters]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(split)  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    trainer = trainers.BpeTrainer(min_frequency=100, initial_alphabet=letters.alphabet(), show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    marks = {"<pad>", *FAMILIES[name], *re.findall(r"<\|\w+\|>|</?(?:think|tool_\w+|arg_\w+)>", template)}
+    tokenizer.add_tokens([AddedToken(mark, special="|" in mark, normalized=False) for mark in sorted(marks)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token=FAMILIES[name][0], chat_template=template
+    )
+
+
+def write_model(directory: Path, seed: int, tokenizer: Any, ends: Sequence[str]) -> None:
+    """A small Qwen2 with random weights. ``ends`` are the tokens that end its turns."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers.utils import logging
+
     torch.manual_seed(seed)
     config = Qwen2Config(
-        vocab_size=len(fast), hidden_size=96, intermediate_size=192, num_hidden_layers=2, num_attention_heads=3,
-        num_key_value_heads=3, max_position_embeddings=256, tie_word_embeddings=True, bos_token_id=None,
-        eos_token_id=fast.convert_tokens_to_ids("<end>"), pad_token_id=0,
+        vocab_size=len(tokenizer), hidden_size=96, intermediate_size=192, num_hidden_layers=2, num_attention_heads=3,
+        num_key_value_heads=3, max_position_embeddings=512, tie_word_embeddings=True, bos_token_id=None,
+        eos_token_id=tokenizer.convert_tokens_to_ids(list(ends)), pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
     logging.disable_progress_bar()
     Qwen2ForCausalLM(config).save_pretrained(directory)
-    fast.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
 
 
 CONFIG = """
@@ -141,7 +181,7 @@ name = "examples/agents/price_tool.py:run"
 [sampling]
 group_size = 8
 max_new_tokens = 160
-max_prompt_tokens = 64
+max_prompt_tokens = 256
 
 [queue]
 max_staleness = 4
@@ -190,17 +230,21 @@ def command(*arguments: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--template", choices=FAMILIES, help="a chat template of trl, instead of one of ours")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="passed on to launch")
     options = parser.parse_args()
-    base = ROOT / f"runs/price-tool/seed-{options.seed}"
+    family = options.template
+    base = ROOT / f"runs/price-tool/{family or ''}/seed-{options.seed}"
     shutil.rmtree(base, ignore_errors=True)
     base.mkdir(parents=True)
-    write_rows(base, options.seed)
-    write_model(base / "base", options.seed)
+    write_rows(base, options.seed, *([6000] if family else []))
+    tokenizer = family_tokenizer(family, base / "sft.jsonl") if family else character_tokenizer()
+    write_model(base / "base", options.seed, tokenizer, FAMILIES[family] if family else ("<end>",))
     config = base / "config.toml"
     config.write_text(CONFIG.format(base=base.relative_to(ROOT), seed=options.seed), encoding="utf-8")
     name = str(config.relative_to(ROOT))
-    settings = (f"run.dir={base.relative_to(ROOT)}/sft_run", f"model.path={base.relative_to(ROOT)}/base")
+    settings = [f"run.dir={base.relative_to(ROOT)}/sft_run", f"model.path={base.relative_to(ROOT)}/base"]
+    settings += ["sft.steps=400", "sft.batch_size=32"] if family else []
     command("sft", name, *(word for one in settings for word in ("--set", one)))
     command("launch", name, *(word for one in options.set for word in ("--set", one)))
 

@@ -304,14 +304,19 @@ def test_a_generator_without_a_tokenizer_says_that_it_takes_no_chats():
 PRICES = {"ham": "57", "tea": "31"}
 
 
+def _asks(item: str) -> str:
+    (call,) = price_tool.call_of(item)["tool_calls"]
+    return f"<tool_call>{json.dumps(call['function'])}</tool_call>"
+
+
 @pytest.mark.parametrize(
     ("answers", "reward"),
     [
-        ([price_tool.call_of("ham"), "57"], 1.0),
-        ([price_tool.call_of("tea"), "31"], 0.0),
-        ([price_tool.call_of("mud"), price_tool.call_of("ham"), "57"], 1.0),
+        ([_asks("ham"), "57"], 1.0),
+        ([_asks("tea"), "31"], 0.0),
+        ([_asks("mud"), _asks("ham"), "57"], 1.0),
         (["<tool_call>no call</tool_call>"], 0.0),
-        ([price_tool.call_of("ham")] * 3, 0.0),
+        ([_asks("ham")] * 3, 0.0),
     ],
 )
 def test_the_example_of_a_tool_is_called_and_judged(server: Server, answers: list[str], reward: float):
