@@ -114,7 +114,7 @@ def test_a_second_call_continues_the_sampled_ids_under_the_templates_of_the_fiel
 @pytest.mark.parametrize("name", public.cases())
 def test_turns_after_a_call_are_said_to_be_rewritten_where_they_are(name: str, caplog: pytest.LogCaptureFixture):
     tokenizer = public.tokenizer_of(name)
-    renderer = ChatRenderer(tokenizer, {}, public.listed_ids(tokenizer, name))
+    renderer = ChatRenderer(tokenizer, {}, lambda: public.listed_ids(tokenizer, name))
     for tools in (TOOLS, TOOLS * 2):
         assert renderer.unread_tools(tools) == []
     # gpt-oss: the prompt of the second question has all before the first answer again.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -79,9 +79,11 @@ class ChatRequest(msgspec.Struct):
 class ChatRenderer:
     """Renders, encodes and decodes with a Hugging Face tokenizer. It implements ``conversations.Renderer``."""
 
-    def __init__(self, tokenizer: Any, arguments: Mapping[str, Any], ends: Collection[int] = ()) -> None:
-        """``arguments`` are variables of the chat template, which the request's tools are added to. ``ends`` are the
-        tokens that end a turn, if they are known.
+    def __init__(
+        self, tokenizer: Any, arguments: Mapping[str, Any], ends: Callable[[], Collection[int]] = tuple
+    ) -> None:
+        """``arguments`` are variables of the chat template, which the request's tools are added to. ``ends`` returns
+        the tokens that end a turn; none if they are not known.
         """
         from async_rl.generator.environment_rollouts import TokenizerText
 
@@ -119,11 +121,10 @@ class ChatRenderer:
 
     def _warn_of_rewriting(self, tools: Sequence[Mapping[str, Any]]) -> None:
         """Warn, once, if turns after a call of one of ``tools`` do not go on with the tokens before."""
-        if self._is_warned or not self._ends:
-            return
-        share, ends = 0.0, [self.ending(one) for one in self._ends]
+        share = 0.0
         with suppress(Exception):  # the template's own: a request with such a conversation is refused by name
-            share = max(share_again(example_call(tool), tools, self, ends) for tool in tools)
+            ends = [] if self._is_warned else [self.ending(one) for one in self._ends()]
+            share = max(share_again(example_call(tool), tools, self, ends) for tool in tools if ends)
         if share:
             self._is_warned = True
             logger.warning(_REWRITTEN, 100 * share)
@@ -179,7 +180,8 @@ def load_renderer(directory: str, arguments: Mapping[str, Any]) -> ChatRenderer:
         raise RefusedError(501, _NO_TOKENIZER, "no_chat_template")
     try:
         tokenizer, has_model = load_tokenizer(Path(directory)), (Path(directory) / "config.json").is_file()
-        ends = turn_ends(tokenizer, Path(directory), arguments).ids if has_model else ()
+        # Asked with the first tools: reading the model's config takes seconds.
+        ends = (lambda: turn_ends(tokenizer, Path(directory), arguments).ids) if has_model else tuple
         return ChatRenderer(tokenizer, arguments, ends)
     except ModelError as error:
         raise RefusedError(501, f"{_NO_TOKENIZER} ({error})", "no_chat_template") from None
