@@ -8,9 +8,8 @@ nothing. ``checks.environment_trial`` does the same for environments.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,9 @@ import numpy as np
 
 from async_rl.config.config import Config
 from async_rl.config.generator import has_model
-from async_rl.data.chat import load_tokenizer, model_directory
+from async_rl.data.chat import load_tokenizer, model_directory, stored_template
 from async_rl.data.dataset import Row
+from async_rl.data.turn_parts import Part, num_computed_again, parts_of, role_headers
 from async_rl.extensions.agents.programs.isolation import warning
 from async_rl.extensions.agents.programs.pool import agent_pool
 from async_rl.extensions.agents.rollouts import AgentRollouts
@@ -34,8 +34,10 @@ from async_rl.queue.core.admission import train_sampling
 from async_rl.records import Lease, Prompt
 from async_rl.rewards.conformance import WRONG_ANSWER
 from async_rl.rewards.records import UNJUDGED
+from async_rl.run.records.token_columns import GIVEN
 from async_rl.terminal import visible
 
+Decode = Callable[[Sequence[int]], str]
 _SHOWN = 200
 """Letters that are shown of the beginning and of the end of a long text."""
 
@@ -83,7 +85,7 @@ def try_agent(config: Config, rows: Sequence[Row]) -> tuple[str, str]:
     tried = rows[:NUM_ROWS]
     deadline = time.monotonic() + LIMIT_S
     with ExitStack() as stack:
-        rollouts, engine, decode = _rollouts(config, stack)
+        rollouts, engine, decode, headers = _rollouts(config, stack)
         for number, row in enumerate(tried):
             prompt = Prompt(number, number, 0, row.messages, row.reward_data)
             lease = Lease(str(number), "train", prompt, 1, train_sampling(config), "trial", 0, 0, 0, number)
@@ -98,25 +100,30 @@ def try_agent(config: Config, rows: Sequence[Row]) -> tuple[str, str]:
             time.sleep(POLL_S)
     errors = {one.lease.prompt.row: one.failure.detail for one in ended if one.failure is not None}
     ended.sort(key=lambda one: one.lease.prompt.row)
-    shown = "\n".join(line for one in ended for line in _played_lines(one, decode))
+    shown = "\n".join(line for one in ended for line in _played_lines(one, decode, headers))
     return trial_problem(config, "agent", errors, len(tried)), shown
 
 
-def _played_lines(graded: Graded, decode: Callable[[Sequence[int]], str]) -> Iterator[str]:
-    """Yield what an agent played as lines: which tokens are its model's, to be trained, and which are context."""
+def _played_lines(graded: Graded, decode: Decode, headers: Mapping[str, str]) -> Iterator[str]:
+    """Yield what an agent played as lines: whose message each part is, and whether it is context, or a target that is
+    to be trained. ``headers`` are those of ``turn_parts.role_headers``.
+    """
     rollout = graded.rollout
     if rollout is None or rollout.session is None:
         return
     calls = ", ".join(f"{number} {kind}" for kind, number in rollout.session.calls.items() if number)
-    repeated = sum(int(one.loss_mask.argmax()) for one in rollout.sequences[1:])
-    cost = f"; {repeated} tokens of context are computed again for those that do not continue" if repeated else ""
+    sequences: list[list[Part]] = []
+    for one in rollout.sequences:
+        outcomes = np.where(one.loss_mask, "trained", GIVEN).tolist()
+        sequences.append(parts_of([decode([token]) for token in one.token_ids.tolist()], outcomes, headers))
+    again = num_computed_again(sequences)
+    cost = f"; {again} tokens of context are computed again for those that do not continue" if again else ""
     yield f"row {graded.lease.prompt.row}: calls: {calls}{cost}"
-    for sequence in rollout.sequences:
-        ends = [*(np.flatnonzero(np.diff(sequence.loss_mask)) + 1).tolist(), len(sequence.token_ids)]
-        for begin, end in pairwise([0, *ends]):
+    for sequence, parts in zip(rollout.sequences, sequences, strict=True):
+        for role, use, begin, end in parts:
             text = visible(decode(sequence.token_ids[begin:end].tolist()).strip().replace("\n", "\\n"))
             text = text if len(text) <= 2 * _SHOWN else f"{text[:_SHOWN]} ... {text[-_SHOWN:]}"
-            yield f"  {'target ' if sequence.loss_mask[begin] else 'context'} {end - begin:6,} tokens  {text}"
+            yield f"  {role or '-':<9} {use:<7} {end - begin:6,} tokens  {text}"
 
 
 class _FixedAnswers:
@@ -149,20 +156,23 @@ class _FixedAnswers:
         )  # fmt: skip
 
 
-def _rollouts(config: Config, stack: ExitStack) -> tuple[AgentRollouts, _FixedAnswers, Callable[[Sequence[int]], str]]:
-    """Return the agent's rollouts, the engine that answers them, and what makes text of tokens. ``stack`` closes what
-    they use.
+def _rollouts(
+    config: Config, stack: ExitStack
+) -> tuple[AgentRollouts, _FixedAnswers, Decode, Mapping[str, str]]:  # fmt: skip
+    """Return the agent's rollouts, the engine that answers them, what makes text of tokens, and the headers of the chat
+    template's messages. ``stack`` closes what they use.
     """
     pool = stack.enter_context(closing(agent_pool(config)))
     directory: Path | None = None
-    token_ids, decode = [1], str
+    token_ids, decode, headers = [1], str, {}
     if has_model(config.generator.backend):
         directory = model_directory(config.model.path)
         tokenizer: Any = load_tokenizer(directory, needs_template=False)
         end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
         token_ids, decode = [*tokenizer.encode(WRONG_ANSWER, add_special_tokens=False), *end], tokenizer.decode
+        headers = role_headers(stored_template(directory))
     front, engine = stack.enter_context(closing(open_front(config, directory))), _FixedAnswers(token_ids)
     # What the reward functions say of the rollouts is tried elsewhere.
     grader = stack.enter_context(closing(ThreadGrader(lambda item: UNJUDGED)))
     agents = AgentRollouts(engine, pool, front, grader, renderer(config), config.environment, train_sampling(config))
-    return agents, engine, decode
+    return agents, engine, decode, headers

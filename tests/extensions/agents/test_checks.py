@@ -78,15 +78,19 @@ def test_the_trial_shows_which_tokens_are_trained_and_what_rewritten_turns_cost(
     problem, shown = try_agent(
         config_of(tmp_path, CHAT.format(then="return 1.0").replace(first, first + other)), ROWS[:1]
     )
-    context, target = "<|im_start|>assistant", "target      25 tokens  no such answer, 91827364<|im_end|>"
+    ends = [
+        "  assistant context     11 tokens  <|im_start|>assistant",
+        "  assistant target      25 tokens  no such answer, 91827364<|im_end|>",
+    ]
     calls, *lines = shown.splitlines()
     assert problem == ""
     assert calls == (
         "row 0: calls: 1 first, 1 rewritten; 169 tokens of context are computed again for those that do not continue"
     )
-    assert lines[0] == rf"  context     23 tokens  <|im_start|>user\n0+1?<|im_end|>\n{context}"
-    assert lines[2] == rf"  context    169 tokens  <|im_start|>user\n{'x' * 150}<|im_end|>\n{context}"
-    assert [lines[1], lines[3]] == [f"  {target}"] * 2
+    assert lines == [
+        r"  user      context     12 tokens  <|im_start|>user\n0+1?<|im_end|>", *ends,
+        rf"  user      context    158 tokens  <|im_start|>user\n{'x' * 150}<|im_end|>", *ends,
+    ]  # fmt: skip
 
 
 def test_a_program_is_tried_too(tmp_path: Path):

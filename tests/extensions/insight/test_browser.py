@@ -96,6 +96,8 @@ def test_tokens_are_coloured_and_read_by_keys(browser: Chromium, page: str):
     browser.open(page)
     browser.run("openRollout(8)")
     assert browser.run("document.querySelectorAll('#rollout .tok').length") == 3
+    heads = browser.run("[...document.querySelectorAll('#rollout .say .who')].map((one) => one.textContent)")
+    assert heads == ["context: 1 tokens", "assistant, target: 1 tokens", "assistant, untrained: stale: 1 tokens"]
     assert browser.run("document.querySelectorAll('#rollout .tok.left, #rollout .tok.given').length") == 2
     for mode in ("version", "staleness", "ratio", "difference", "advantage", "entropy", "surprise", "outcome"):
         browser.run(f"document.querySelector('[name=mode][value={mode}]').click()")

@@ -121,6 +121,8 @@ def test_tokens_come_with_their_rollout(tmp_path: Path):
     plain, with_tokens = header(chunk)["records"]
     assert "columns" not in plain
     assert with_tokens["columns"] == [[0, 3, 4]]
+    uses = [["", "context", 0, 1], ["assistant", "target", 1, 2], ["assistant", "untrained: stale", 2, 3]]
+    assert (with_tokens["parts"], with_tokens["again"]) == ([uses], 0)
     assert header(chunk)["vocabulary"] == [[0, "a"], [1, "a"], [2, HOSTILE]]
     found = columns(chunk)
     assert (found["token"], found["version"]) == ([0, 1, 2], [-1, 123457, 123457])

@@ -18,9 +18,12 @@ from typing import Any
 
 import numpy as np
 
+from async_rl.data.chat import stored_template
+from async_rl.data.turn_parts import num_computed_again, parts_of, role_headers
 from async_rl.errors import RunError
 from async_rl.extensions.insight.report.figures import Plain, short
 from async_rl.extensions.insight.report.page import blob, to_json
+from async_rl.learner.checkpoints.files import MODEL_FILES
 from async_rl.run.directory import RunDir, step_files
 from async_rl.run.records.step_log import Row, iter_rows
 from async_rl.run.records.token_columns import TokenTable, columns_path, read_token_columns
@@ -189,14 +192,22 @@ def chunk_bytes(chunk: Chunk) -> bytes:
     columns = np.zeros((0, 0), np.float32)
     path = columns_path(chunk.path)
     if path.is_file():
-        columns = _with_tokens(header, read_token_columns(path))
+        columns = _with_tokens(header, read_token_columns(path), _headers(RunDir(chunk.path.parent.parent)))
     encoded = to_json(header)
     planes = np.ascontiguousarray(_rounded(columns).reshape(-1, 1).view(np.uint8).T)
     return struct.pack("<I", len(encoded)) + encoded + planes.tobytes()
 
 
-def _with_tokens(header: Plain, table: TokenTable) -> np.ndarray:
-    """Give the records in ``header`` the places of their tokens. Return these tokens' columns, float32 [C, T]."""
+def _headers(run_dir: RunDir) -> Mapping[str, str]:
+    """Return the headers of the messages in a run's rollouts; none without a checkpoint, which has the template."""
+    name = run_dir.latest_checkpoint
+    return role_headers(stored_template(run_dir.checkpoints / name / MODEL_FILES)) if name else {}
+
+
+def _with_tokens(header: Plain, table: TokenTable, headers: Mapping[str, str]) -> np.ndarray:
+    """Give the records in ``header`` the places of their tokens, and their parts. Return these tokens' columns,
+    float32 [C, T].
+    """
     wanted = {(record["position"], record["index"]): record for record in header["records"]}
     bounds = np.concatenate([[0], np.cumsum(table.sizes)])
     kept: list[slice] = []
@@ -210,6 +221,9 @@ def _with_tokens(header: Plain, table: TokenTable) -> np.ndarray:
             record.pop(text, None)  # the tokens are the text
         learner = int(table.places["learner_version"][number])
         record.setdefault("columns", []).append([size, size + place.stop - place.start, learner])
+        parts = parts_of(table.texts[place], table.outcomes[place], headers)
+        record.setdefault("parts", []).append(parts)
+        record["again"] = num_computed_again(record["parts"])
         size += place.stop - place.start
     if not kept:
         return np.zeros((0, 0), np.float32)

@@ -312,13 +312,14 @@ function summary(i) {
 
 /** A record's fields, prompt and answer; ``answers`` are shown instead of the answer. */
 function recordView(record, chunk, answers = null) {
-  const parts = [], calls = record.session ? Object.entries(record.session.tools).map(([name, n]) =>
-    `${name} × ${n}`).join(", ") : "";
+  const parts = [], counts = (of) => Object.entries(of || {}).filter(([, n]) => n).map(([name, n]) =>
+    `${name} × ${n}`).join(", "), session = record.session || {};
   parts.push(facts([...Object.entries(record.reward_parts || {}).map(([name, value]) =>
     [`reward: ${name}`, number(value)]),
     ...Object.entries(record.metrics || {}).map(([name, value]) => [name, number(value)]),
       ["expected", record.expected], ["read from the answer", record.extracted],
-    ["tools", calls], ["sampled by", record.generator], ["versions", (record.versions || []).join(" to ")],
+    ["calls", counts(session.calls)], ["tools", counts(session.tools)],
+    ["context computed again", record.again ? `${record.again} tokens` : ""], ["sampled by", record.generator], ["versions", (record.versions || []).join(" to ")],
       ["learner at version", record.trained_at]]));
   parts.push(h("h3", {}, "Prompt"), record.messages.map((message) =>
     [h("p", { class: "who" }, ...safe(String(message.role))),
@@ -410,10 +411,15 @@ function tokenView(record, chunk) {
   record.columns.forEach(([begin, end, learner], number_) => {
     const box = h("div", { class: "say", tabindex: 0, role: "group",
       "aria-label": `Tokens of sequence ${number_ + 1}; arrow keys read them` });
+    const heads = new Map(record.parts[number_].map(([role, use, first, last]) => [begin + first,
+      `${role ? role + ", " : ""}${use.replaceAll("_", " ")}: ${last - first} tokens`]));
     const fill = (limit) => {
       const until = Math.min(end, begin + limit);
       box.replaceChildren();
-      for (let i = begin; i < until; i++) box.append(tokenNode(chunk, i, learner));
+      for (let i = begin; i < until; i++) {
+        if (heads.has(i)) box.append(h("p", { class: "who" }, ...safe(heads.get(i))));
+        box.append(tokenNode(chunk, i, learner));
+      }
       if (until < end) box.append(h("button", { type: "button", onclick: () => { fill(Infinity); paint(); } },
         `${end - until} more tokens`));
     };
