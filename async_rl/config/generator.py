@@ -80,6 +80,7 @@ BACKENDS: Mapping[str, BackendCapabilities] = MappingProxyType(
     {
         "vllm": BackendCapabilities(
             scores_tokens=True,
+            offline=True,
             reports_sampling_mask=True,
             min_p=True,
             stop_token_ids=True,
@@ -151,8 +152,7 @@ def known_capabilities(name: str) -> BackendCapabilities | None:
     """Return what the backend ``name`` can do. None for a user's backend, which is not imported here.
 
     ``auto`` chooses a backend later, so the result for ``auto`` promises only what every backend that it may choose can
-    do. There are two exceptions. ``offline``: for an evaluation without a learner, ``auto`` chooses only a backend that
-    has it. ``splits_model``: whether it has it is known on the generator's machine.
+    do, except ``splits_model``: whether it has it is known on the generator's machine.
 
     Raises:
         ValueError: no backend has this name.
@@ -164,7 +164,7 @@ def known_capabilities(name: str) -> BackendCapabilities | None:
     promised: dict[str, Any] = {}
     for flag in fields(BackendCapabilities):
         if isinstance(flag.default, bool):
-            of_candidates = any if flag.name in ("offline", "splits_model") else all
+            of_candidates = any if flag.name == "splits_model" else all
             promised[flag.name] = of_candidates(getattr(one, flag.name) for one in candidates)
     return BackendCapabilities(**promised)
 

@@ -26,8 +26,8 @@ def test_both_halves_of_the_table_have_the_same_names():
 
 
 def test_an_evaluation_without_a_learner_needs_a_backend_that_loads_weights(tmp_path: Path):
-    with pytest.raises(ConfigError, match="vllm can't load a model's own weights"):
-        build_backend(config("vllm"), tmp_path, load_pretrained=True)
+    with pytest.raises(ConfigError, match=r"UniformBackend can't load a model's own weights"):
+        build_backend(config(OWN), tmp_path, load_pretrained=True)
 
 
 def test_an_own_backend_is_code_that_generators_must_allow(tmp_path: Path):

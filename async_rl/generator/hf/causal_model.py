@@ -83,6 +83,16 @@ def describe_model(directory: Path) -> PreTrainedModel:
     return model
 
 
+def stored_weights(directory: Path, dtype: str) -> Mapping[str, Tensor]:
+    """Return the weights in ``directory`` on the CPU, as a version of them has them, computed in ``dtype``.
+
+    Raises:
+        ModelError: as for ``build_model``.
+    """
+    model = build_model(directory, device=torch.device("cpu"), dtype=getattr(torch, dtype), load_pretrained=True)
+    return WeightTable(model).tensors
+
+
 def refuse_unsupported(config: PretrainedConfig) -> None:
     """Raise ModelError if the model is quantised, not only a decoder, or changes its own weights.
 
@@ -110,7 +120,7 @@ def refuse_unsupported(config: PretrainedConfig) -> None:
 class WeightTable:
     """The model's parameters and persistent buffers by their state-dict names.
 
-    It checks new weights and puts them into the model.
+    It checks new weights and puts them into the model. ``tensors`` has the present ones.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -121,7 +131,7 @@ class WeightTable:
         self._aliases = {name: names[id(p)] for name, p in every_name.items() if name not in self._parameters}
         stored = model.state_dict()
         self._buffers: dict[str, Tensor] = {name: b for name, b in model.named_buffers() if name in stored}
-        self._tensors = self._parameters | self._buffers
+        self.tensors = self._parameters | self._buffers
 
     def check(self, weights: Mapping[str, Tensor]) -> None:
         """Check that ``weights`` has the names, shapes and ties of the model's parameters and persistent buffers.
@@ -129,8 +139,8 @@ class WeightTable:
         Raises:
             WeightsError: a tensor is missing, unknown, of another shape, or differs from the one to which it is tied.
         """
-        missing = sorted(self._tensors.keys() - weights.keys())
-        unknown = sorted(weights.keys() - self._tensors.keys() - self._aliases.keys())
+        missing = sorted(self.tensors.keys() - weights.keys())
+        unknown = sorted(weights.keys() - self.tensors.keys() - self._aliases.keys())
         if adapters := [name for name in unknown if ".lora_" in name]:
             raise WeightsError(
                 f"expected merged weights from the learner, got {len(adapters)} tensors of LoRA adapters, "
@@ -138,11 +148,11 @@ class WeightTable:
             )
         if missing or unknown:
             raise WeightsError(
-                f"expected the {len(self._tensors)} tensors of the generator's model, got {len(weights)} from the "
+                f"expected the {len(self.tensors)} tensors of the generator's model, got {len(weights)} from the "
                 f"learner: missing {missing[:5]}, unknown {unknown[:5]}; learner and generator must run one "
                 f"model config with one version of transformers"
             )
-        for name, tensor in self._tensors.items():
+        for name, tensor in self.tensors.items():
             if weights[name].shape != tensor.shape:
                 raise WeightsError(
                     f"{name}: expected shape {list(tensor.shape)}, got {list(weights[name].shape)} from the "
@@ -157,7 +167,7 @@ class WeightTable:
 
     def digests(self) -> dict[str, str]:
         """Return the digest of each tensor's present bytes, by the tensor's name."""
-        return {name: digest_bytes(_bytes_of(tensor)) for name, tensor in self._tensors.items()}
+        return {name: digest_bytes(_bytes_of(tensor)) for name, tensor in self.tensors.items()}
 
     def replace(self, weights: Mapping[str, Tensor], *, copy: bool = False) -> None:
         """Give the model ``weights`` as its parameters and buffers.

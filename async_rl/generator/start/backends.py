@@ -56,7 +56,7 @@ def build_backend(
             is not allowed here, missing, different from the learner's, or not a backend.
         ModelError: the backend can't run the model, or the frozen weights are not those of the learner.
     """
-    name = resolve_backend(config, offline=load_pretrained)
+    name = resolve_backend(config)
     if is_code_name(name):
         backend_class = _own_class(name, config, code_digests)
         capabilities, factory = backend_class.capabilities, backend_class.from_files
@@ -69,11 +69,10 @@ def build_backend(
             f"generator.backend: {name} can't load a model's own weights, as an evaluation without a learner needs; "
             f'set generator.backend = "auto"'
         )
-    if is_code_name(name) or not load_pretrained:  # for an evaluation, auto may choose another backend than for the run
-        try:
-            check_capabilities(config, capabilities)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
+    try:
+        check_capabilities(config, capabilities)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     if keys := unread_keys(config, name):
         logger.warning("generator.backend: %s does not read %s, so these have no effect here", name, ", ".join(keys))
     if config.lora.publishes_adapters and capabilities.has_model and not load_pretrained:
@@ -82,7 +81,7 @@ def build_backend(
     return factory(directory, config, device=device, load_pretrained=load_pretrained)
 
 
-def resolve_backend(config: Config, *, offline: bool = False) -> str:
+def resolve_backend(config: Config) -> str:
     """Return the name of the backend to build.
 
     If ``generator.backend`` is ``auto``, choose one that suits this machine.
@@ -91,8 +90,6 @@ def resolve_backend(config: Config, *, offline: bool = False) -> str:
         return config.generator.backend
     for name in AUTO_CANDIDATES:
         needs = BACKENDS[name]
-        if offline and not needs.offline:
-            continue
         if needs.package and find_spec(needs.package) is None:
             continue
         if needs.needs_cuda_for_auto and cuda_device(config) is None:
@@ -171,9 +168,13 @@ def _build_transformers(directory: Path, config: Config, *, device: str | None, 
 def _build_vllm(
     directory: Path, config: Config, *, device: str | None, load_pretrained: bool, can_sleep: bool = False
 ) -> Backend:
+    from async_rl.generator.hf.causal_model import stored_weights
     from async_rl.generator.vllm.backend import VllmBackend
 
-    return VllmBackend.from_files(directory, config, device=device or "cpu", can_sleep=can_sleep)
+    backend = VllmBackend.from_files(directory, config, device=device or "cpu", can_sleep=can_sleep)
+    if load_pretrained:
+        backend.activate(0, stored_weights(directory, backend.dtype))
+    return backend
 
 
 FACTORIES: Mapping[str, BackendFactory] = MappingProxyType(

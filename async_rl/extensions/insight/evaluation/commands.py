@@ -59,6 +59,9 @@ Out = Annotated[
         help="Write the answers (DATASET.jsonl) and the metrics (figures.json) to this directory.",
     ),
 ]
+Backend = Annotated[
+    str | None, typer.Option("--backend", metavar="NAME", help="What samples, in place of generator.backend.")
+]
 Limit = Annotated[int | None, typer.Option("--limit", metavar="N", min=1, help="Only the first N rows of each set.")]
 Compare = Annotated[
     bool,
@@ -81,6 +84,7 @@ def evaluate(
     max_new_tokens: MaxNewTokens = None,
     reward: RewardType = None,
     seed: Seed = None,
+    backend: Backend = None,
     out: Out = None,
     limit: Limit = None,
     compare: Compare = False,
@@ -104,6 +108,7 @@ def evaluate(
     given = {
         "eval.num_samples": samples, "eval.temperature": temperature, "eval.max_new_tokens": max_new_tokens,
         "eval.max_rows": limit, "reward.type": reward, "run.seed": seed,
+        "generator.backend": backend,
     }  # fmt: skip
     values = {key: value for key, value in given.items() if value is not None}
     if compare:

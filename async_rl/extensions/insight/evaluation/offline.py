@@ -18,10 +18,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from async_rl.config.config import Config
+from async_rl.config.engine_arguments import is_operators
 from async_rl.config.generator import AUTO, BACKENDS, FALLBACK, SamplingConfig
 from async_rl.config.loading import apply_override, load_config, load_run_config, parse_config, resolve
 from async_rl.config.reward import REWARD_TYPES
@@ -343,25 +345,15 @@ def eval_settings(models: Sequence[str], options: EvalOptions) -> EvalSettings:
         ConfigError: the config, an override or an option is wrong, or no dataset is named.
     """
     raw, notes = _base(models, options)
-    if not _is_usable_offline(raw):
-        notes.append(
-            f"generator.backend is {raw['generator']['backend']} in the config; an offline evaluation uses {FALLBACK}"
-        )
-        raw["generator"]["backend"] = FALLBACK
     for override in options.overrides:
         apply_override(raw, override)
-    if not _is_usable_offline(raw):
-        usable = " or ".join(name for name, one in BACKENDS.items() if one.offline)
-        raise ConfigError(
-            f"generator.backend: expected {usable} for an offline evaluation, got {raw['generator']['backend']!r}, "
-            f"which works only in a run, together with a learner; leave the key out"
-        )
     _apply(raw, options)
     raw.setdefault("run", {}).setdefault("dir", _NO_DIRECTORY)
     raw.setdefault("model", {})["path"] = models[0]
     # Offline there are no leases that could expire, and nothing chooses prompts by their accuracy.
     raw.setdefault("queue", {}).update(lease_timeout_s=_NEVER_S, filter_range=[])
     raw.setdefault("data", {}).pop("curriculum", None)
+    raw.get("lora", {}).pop("publish", None)  # a model on disk is whole
     config = parse_config(raw, "the config with this command line")
     if options.config is None:
         _refuse_foreign_decisions(config, options.overrides)
@@ -374,7 +366,8 @@ def eval_settings(models: Sequence[str], options: EvalOptions) -> EvalSettings:
 
 def _refuse_foreign_decisions(config: Config, overrides: Sequence[str]) -> None:
     """Refuse what only the config beside the weights says, which may come from the weights' author: a judge that gets
-    what is in the environment or in files, a file that is written, programs that run without the sandbox.
+    what is in the environment or in files, a file that is written, programs that run without the sandbox, an argument
+    of vLLM's engine that touches this machine.
 
     Raises:
         ConfigError: the config sets such a key, and none of ``overrides`` does.
@@ -386,6 +379,9 @@ def _refuse_foreign_decisions(config: Config, overrides: Sequence[str]) -> None:
             reasons["reward.judge.api_key_env"] = f"what {judge.api_key_env} has is sent to {judge.endpoint}"
         if judge.cache is not None:
             reasons["reward.judge.cache"] = f"the judge's answers are written to {judge.cache}"
+    if config.generator.backend in (AUTO, "vllm"):
+        names = filter(is_operators, config.generator.engine)
+        reasons |= {f"generator.engine.{name}": "it may run code, or read and write files" for name in names}
     if config.reward.runs_programs and config.reward.code.allow_unsafe:
         reasons["reward.code.allow_unsafe"] = "the model's programs run without the sandbox"
     for key, reason in reasons.items():
@@ -394,15 +390,6 @@ def _refuse_foreign_decisions(config: Config, overrides: Sequence[str]) -> None:
                 f"{key}: expected a config that you name, because {reason}, got it from the config beside the model; "
                 f"if you trust it, pass it with --config"
             )
-
-
-def _is_usable_offline(raw: Mapping[str, Any]) -> bool:
-    """Return whether the backend that the config ``raw`` names can be used without a learner.
-
-    Return True for the user's own backend too, because such a backend is checked when it is imported.
-    """
-    capabilities = BACKENDS.get(raw.get("generator", {}).get("backend", AUTO))
-    return capabilities is None or capabilities.offline
 
 
 def run_config_of(model: str) -> Path | None:
@@ -432,10 +419,15 @@ def _base(models: Sequence[str], options: EvalOptions) -> tuple[dict[str, Any], 
     generator = raw.setdefault("generator", {})
     for key in ("count", "devices", "tensor_parallel_size"):
         generator.pop(key, None)
+    backend = generator.get("backend", AUTO)
+    notes = [f"settings: {source}" + ("" if options.config else " (--config FILE takes them from another file)")]
+    if backend in BACKENDS and (package := BACKENDS[backend].package) and find_spec(package) is None:
+        notes.append(f"generator.backend is {backend} in the config, which is not installed here: {FALLBACK} samples")
+        generator["backend"] = FALLBACK
     if options.config is None:
         # The user did not name this file. It may come from the weights' author, so it must not allow code to run.
         generator.pop("allow_code", None)
-    return raw, [f"settings: {source}" + ("" if options.config else " (--config FILE takes them from another file)")]
+    return raw, notes
 
 
 def _apply(raw: dict[str, Any], options: EvalOptions) -> None:

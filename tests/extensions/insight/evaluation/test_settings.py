@@ -119,9 +119,15 @@ def test_only_a_config_that_somebody_named_says_what_touches_this_machine(
 def test_what_is_of_the_runs_machines_is_left_out(run: Path):
     generator = settings(run).config.generator
     assert (generator.backend, generator.devices) == ("transformers", None)
-    assert "generator.backend is vllm in the config; an offline evaluation uses transformers" in settings(run).notes
-    with pytest.raises(ConfigError, match=r"generator\.backend: expected .* for an offline evaluation, got .vllm."):
-        settings(run, overrides=("generator.backend=vllm",))
+    assert settings(run).notes[1].endswith("vllm in the config, which is not installed here: transformers samples")
+    assert settings(run, generator__backend="vllm").config.generator.backend == "vllm"
+
+
+def test_a_config_beside_the_weights_does_not_say_what_vllm_loads(run: Path):
+    (run / "config.toml").write_text(RUN + '[generator.engine]\nblock_size = 32\nreasoning_parser_plugin = "x.py"\n')
+    with pytest.raises(ConfigError, match=r"generator\.engine\.reasoning_parser_plugin: .*run code.*--config"):
+        settings(run, generator__backend="vllm")
+    assert settings("base", config=run / "config.toml", generator__backend="vllm").config.generator.engine
 
 
 def test_the_command_line_wins_over_the_config_and_over_its_sets(run: Path):
