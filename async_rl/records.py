@@ -426,7 +426,7 @@ class Group(msgspec.Struct, frozen=True, eq=False):
     ``weights_digest`` maps each weights version that sampled tokens of the group to the digest of that version's
     weights, as the generator computed it. The learner refuses a group with a digest that it did not publish.
     ``example`` is the end of one answer's text, if the answers say little about each other: they are equally accurate,
-    or all cut. Else it is empty.
+    or all cut. Else it is empty. ``kept`` is the answer of ``queue.filter_function``.
     """
 
     lease_id: str
@@ -439,6 +439,7 @@ class Group(msgspec.Struct, frozen=True, eq=False):
     weights_digest: Mapping[int, str] = msgspec.field(default_factory=dict)
     sampling_time_s: float = 0.0
     example: str = ""
+    kept: bool = True
 
     @property
     def oldest_version(self) -> int:

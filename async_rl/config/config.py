@@ -161,9 +161,9 @@ class Config(Section):
 
     @property
     def code_names(self) -> tuple[str, ...]:
-        """Names of the user's own code (environment, rewards, backend) that generators of this run must import."""
+        """Names of the user's own code (environment, rewards, backend, filter) that the run's generators import."""
         environment = (self.environment.user_code,) if self.environment.user_code else ()
-        others = (*self.reward.names, self.generator.backend)
+        others = (*self.reward.names, self.generator.backend, self.queue.filter_function or "")
         return (*environment, *dict.fromkeys(name for name in others if is_code_name(name)))
 
     @property

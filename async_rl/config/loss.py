@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Self
 
-from pydantic import Field, ModelWrapValidatorHandler, field_validator, model_validator
+from pydantic import Field, ModelWrapValidatorHandler, model_validator
 
 from async_rl.config.contradictions import check_contradictions
 from async_rl.config.loss_contradictions import CONTRADICTIONS
@@ -32,8 +32,7 @@ from async_rl.config.loss_names import (
     choices,
 )
 from async_rl.config.rules import Rule, check_rules
-from async_rl.config.section import Section
-from async_rl.process.user_code import is_code_name
+from async_rl.config.section import CodeName, Section
 
 LOSS_KEYS = (
     "surrogate", "ratio_level", "anchor", "clip_low", "clip_high", "dual_clip", "importance_cap", "skip_threshold",
@@ -57,12 +56,12 @@ class LossConfig(Section):
         description="Published algorithm that sets the unset keys of this section; docs/algorithms.md describes each.",
     )
 
-    function: str | None = Field(
+    function: CodeName | None = Field(
         default=None,
         description="Your own loss as module:function or file.py:function, in place of the built-in one "
         '(docs/algorithms.md, "A loss of your own").',
     )
-    advantage_function: str | None = Field(
+    advantage_function: CodeName | None = Field(
         default=None,
         description="Your own advantages as module:function or file.py:function, which replace loss.advantage.",
     )
@@ -222,13 +221,6 @@ class LossConfig(Section):
         description="Whether answers that were cut (by sampling.max_new_tokens, environment.max_turn_tokens or the "
         "context) leave the loss and their group's baseline.",
     )
-
-    @field_validator("function", "advantage_function")
-    @classmethod
-    def _is_code(cls, value: str | None) -> str | None:
-        if value is not None and not is_code_name(value):
-            raise ValueError(f"expected module:function or file.py:function, got {value!r}; correct it")
-        return value
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> Self:

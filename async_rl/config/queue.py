@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from async_rl.config.section import Free, Recorded, Section
+from async_rl.config.section import CodeName, Free, Recorded, Section
 from async_rl.errors import AddressError
 from async_rl.net.address import check_address
 
@@ -56,6 +56,11 @@ class QueueConfig(Section):
         description="Groups whose mean accuracy is outside this range are filtered: they are never trained on. [] "
         "switches the filter off.",
     )
+    filter_function: CodeName | None = Field(
+        default=None,
+        description="Your own filter as module:function or file.py:function: it says of each scored group whether it "
+        'may be trained on, in addition to queue.filter_range (docs/rewards.md, "A filter of your own").',
+    )
     refill: bool = Field(
         default=True,
         description="Whether another prompt replaces a filtered group; if false, the group is kept and masked.",
@@ -63,9 +68,9 @@ class QueueConfig(Section):
     max_filtered: Recorded[int | None] = Field(
         default=None,
         ge=1,
-        description="The run stops with a diagnosis when this many groups were filtered (queue.filter_range) since the "
-        "learner's last step, because the data is then too easy or too hard; if unset, 100 times "
-        "learner.groups_per_step.",
+        description="The run stops with a diagnosis when this many groups were filtered (queue.filter_range, "
+        "queue.filter_function) since the learner's last step, because the data is then too easy or too hard; if "
+        "unset, 100 times learner.groups_per_step.",
     )
     max_bytes: Free[int] = Field(
         default=2 << 30,

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Annotated, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict
 
 from async_rl.errors import AddressError, ConfigError
 from async_rl.net.address import check_address, is_wildcard
+from async_rl.process.user_code import is_code_name
 
 T = TypeVar("T")
 
@@ -66,6 +67,16 @@ def look_up(table: Mapping[str, T], name: str, key: str) -> T:
     if name not in table:
         raise ConfigError(f"{key}: expected one of {', '.join(table)}, got {name!r}; set {key} to one of them")
     return table[name]
+
+
+def _checked_code(value: str) -> str:
+    if not is_code_name(value):
+        raise ValueError(f"expected module:function or file.py:function, got {value!r}; correct it")
+    return value
+
+
+CodeName = Annotated[str, AfterValidator(_checked_code)]
+"""The name of a function of the user's own (``process.user_code``)."""
 
 
 def check_served_address(address: str) -> str:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from async_rl.config.config import Config
 from async_rl.errors import QueueError
 from async_rl.generator.backend import Backend
+from async_rl.generator.group_filter import FilteredRollouts
 from async_rl.generator.parity import answer_probe
 from async_rl.generator.rollouts import ActiveLeases, Graded, Pending, RolloutSource, ThreadGrader
 from async_rl.generator.teachers import TaughtRollouts, Teachers
@@ -131,7 +132,8 @@ class Worker:
     ``wait_s`` is how long the queue may be silent. ``clock`` returns the time in seconds. ``rollouts`` plays the
     rollouts, and ``grader`` is what it has them scored by. Both may wait for other processes: leases are kept
     meanwhile, and heartbeats say why. ``device`` is where the backend computes; None: on a device that does nothing
-    else. ``teachers`` score what is sampled for training. ``on_stats`` is called with the statistics of each heartbeat.
+    else. ``teachers`` score what is sampled for training, and ``group_filter`` is the user's own. ``on_stats`` is
+    called with the statistics of each heartbeat.
 
     While the device does other work, the loop goes on without decode steps: it sends heartbeats, and returns groups
     that are graded meanwhile.
@@ -151,6 +153,7 @@ class Worker:
         clock: Callable[[], float] = time.monotonic,
         device: Device | None = None,
         teachers: Teachers | None = None,
+        group_filter: Callable[..., Any] | None = None,
         on_stats: Callable[[GeneratorStats], None] = lambda stats: None,
     ) -> None:
         self._device: Device = device or OwnDevice()
@@ -159,6 +162,9 @@ class Worker:
         self._backend = backend
         self._grader, self._max_call_s = grader, config.reward.max_call_s
         self._rollouts = rollouts if teachers is None else TaughtRollouts(rollouts, teachers)
+        if group_filter is not None:
+            name = config.queue.filter_function
+            self._rollouts = FilteredRollouts(self._rollouts, group_filter, name, grader)
         self._max_groups = config.generator.max_concurrent_groups
         self._generator_id = generator_id
         self._wait_s = wait_s
@@ -366,6 +372,7 @@ class Worker:
                 self._log_failure(graded, graded.failure)
             if graded.rollout is not None:
                 active.add(graded.index, graded.rollout, graded.failure, graded.text)
+                active.kept = graded.kept
                 if not active.is_complete:
                     continue
             if graded.rollout is None or active.every_rollout_failed:
@@ -414,13 +421,15 @@ class Worker:
 
     @property
     def _slow_call(self) -> str:
-        """That a call of the reward runs for long; empty if none does."""
+        """That a call of the reward or of the group filter runs for long; empty if none does."""
         longest_s, limit_s = max(self._grader.calls_s, default=0.0), self._max_call_s
         if longest_s <= WATCHDOG_S:
             return ""
         if longest_s < limit_s:
-            return f"a call of the reward has run for more than {WATCHDOG_S:.0f} s (limit: reward.max_call_s)"
-        return f"a call of the reward has run for more than reward.max_call_s = {limit_s:g} s: its leases expire"
+            return f"a call of the reward or filter has run for more than {WATCHDOG_S:.0f} s (limit: reward.max_call_s)"
+        return (
+            f"a call of the reward or filter has run for more than reward.max_call_s = {limit_s:g} s: its leases expire"
+        )
 
     def _handle_events(self) -> None:
         now_s = self._clock()

@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -63,7 +64,7 @@ class ActiveLease:
     which the backend had no token of the submitted lease (none yet, or all answers are finished), while the generator
     did other work, or at which the generator was paused. ``most_sampled`` is the largest number of tokens that the
     backend had. ``failed`` counts the rollouts that failed, by the reason. ``example`` is the end of the text of one
-    of its answers.
+    of its answers. ``kept`` is as in ``Graded``.
     """
 
     lease: Lease
@@ -75,6 +76,7 @@ class ActiveLease:
     rollouts: dict[int, Rollout] = field(default_factory=dict)
     failed: Counter[Failure] = field(default_factory=Counter)
     example: str = ""
+    kept: bool = True
 
     def add(self, index: int, rollout: Rollout, failure: Failure | None, text: str = "") -> None:
         """Add a rollout that is scored, or that failed because of ``failure``. ``text`` is its answer's."""
@@ -113,6 +115,7 @@ class ActiveLease:
             weights_digest={version: digests[version] for version in np.unique(sampled).tolist()},
             sampling_time_s=now_s - self.received_s,
             example=self.example if says_little else "",
+            kept=self.kept,
         )
 
 
@@ -247,6 +250,29 @@ class RolloutSource(Rollouts, AsksOthers, Protocol):
     def counters(self) -> Mapping[str, int]:
         """Return counts since the start, by the name of their metric."""
         ...
+
+
+class WrappedRollouts:
+    """Plays rollouts as ``rollouts`` does. What extends it changes which of them ``collect`` returns, and when."""
+
+    def __init__(self, rollouts: Rollouts) -> None:
+        self._rollouts = rollouts
+
+    @property
+    def num_open(self) -> int:
+        return self._rollouts.num_open
+
+    def encode(self, lease: Lease) -> np.ndarray:
+        return self._rollouts.encode(lease)
+
+    def submit(self, lease: Lease, prompt_ids: np.ndarray) -> None:
+        self._rollouts.submit(lease, prompt_ids)
+
+    def take(self, sampled: Iterable[Sampled]) -> None:
+        self._rollouts.take(sampled)
+
+    def progress(self) -> dict[str, int]:
+        return self._rollouts.progress()
 
 
 class SingleTurnRollouts:
@@ -451,7 +477,7 @@ class Graded:
 
     ``rollout`` is None if the lease failed, and its finish reason is ``error`` if the rollout failed. In both cases
     ``failure`` says why, and ``error`` is the exception, or None if there is none in this process. ``text`` is the
-    answer's text, with an environment that of its last turn.
+    answer's text, with an environment that of its last turn. ``kept`` is what the user's own filter said of the group.
     """
 
     lease: Lease
@@ -460,6 +486,7 @@ class Graded:
     failure: Failure | None = None
     error: BaseException | None = None
     text: str = ""
+    kept: bool = True
 
 
 def failure_of(error: BaseException, cause: FailureCause) -> Failure:
@@ -518,7 +545,7 @@ class ThreadGrader:
         self._reward, self._decode, self._max_abs = reward, decode, max_abs
         self._needs_whole_group = isinstance(reward, GroupReward) and reward.needs_whole_group
         self._incomplete: dict[str, list[Sampled | Played]] = {}
-        self._todo: queue.SimpleQueue[tuple[Lease, list[Sampled | Played]] | None] = queue.SimpleQueue()
+        self._todo: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[Graded] = queue.SimpleQueue()
         self.num_pending = 0
         """The number of samples that are being scored, or are scored but not collected."""
@@ -530,7 +557,7 @@ class ThreadGrader:
 
     @property
     def calls_s(self) -> tuple[float, ...]:
-        """For how many seconds each running call of the reward runs."""
+        """For how many seconds each running call of the reward, or of what else was given to ``call``, runs."""
         began_s, now_s = list(self._began_s.values()), time.monotonic()
         return tuple(max(0.0, now_s - began) for began in began_s)
 
@@ -543,10 +570,14 @@ class ThreadGrader:
                 return
             del self._incomplete[lease.lease_id]
         self.num_pending += len(samples)
+        self.call(partial(self._grade, lease, sorted(samples, key=lambda one: one.index)))
+
+    def call(self, job: Callable[[], None]) -> None:
+        """Run ``job``, which raises nothing, in one of the threads."""
         with self._calls_lock:
             self._num_calls += 1
             num_calls = self._num_calls
-        self._todo.put((lease, sorted(samples, key=lambda one: one.index)))
+        self._todo.put(job)
         # Rewards that compare mathematics may use 64 threads, but few are enough while each comparison is quick.
         if len(self._threads) < min(self._num_threads, num_calls):
             self._threads.append(threading.Thread(target=self._run, name="grading", daemon=True))
@@ -590,12 +621,14 @@ class ThreadGrader:
         for thread in self._threads:
             thread.join()
 
+    def _grade(self, lease: Lease, samples: Sequence[Sampled | Played]) -> None:
+        for graded in _graded(self._reward, lease, samples, self._decode, self._max_abs):
+            self._done.put(graded)
+
     def _run(self) -> None:
-        while (item := self._todo.get()) is not None:
+        while (job := self._todo.get()) is not None:
             self._began_s[threading.get_ident()] = time.monotonic()
-            scored = _graded(self._reward, *item, self._decode, self._max_abs)
+            job()
             del self._began_s[threading.get_ident()]
             with self._calls_lock:
                 self._num_calls -= 1
-            for graded in scored:
-                self._done.put(graded)

@@ -6,7 +6,7 @@ scores of its prompt's teacher for each of its token sequences. While a teacher 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -20,8 +20,7 @@ from async_rl.config.distill import DistillConfig
 from async_rl.data.chat import load_tokenizer
 from async_rl.data.vocabulary import vocabulary_digest
 from async_rl.errors import RewardError
-from async_rl.generator.backend import Sampled
-from async_rl.generator.rollouts import Graded, Rollouts, failure_of
+from async_rl.generator.rollouts import Graded, Rollouts, WrappedRollouts, failure_of
 from async_rl.net.keys import ClientKeys
 from async_rl.records import Lease, Rollout, TeacherScores, TokenSequence
 from async_rl.scorer.client.scorer_client import ScorerClient
@@ -95,36 +94,21 @@ class _Asked:
     scores: list[Scores]
 
 
-class TaughtRollouts:
+class TaughtRollouts(WrappedRollouts):
     """Plays rollouts as ``rollouts`` does, and adds the teachers' scores. It implements ``Rollouts``."""
 
     def __init__(self, rollouts: Rollouts, teachers: Teachers) -> None:
-        self._rollouts, self._teachers = rollouts, teachers
+        super().__init__(rollouts)
+        self._teachers = teachers
         self._asked: list[_Asked] = []
-
-    @property
-    def num_open(self) -> int:
-        return self._rollouts.num_open
 
     @property
     def num_pending(self) -> int:
         return self._rollouts.num_pending + len(self._asked)
 
-    def encode(self, lease: Lease) -> np.ndarray:
-        return self._rollouts.encode(lease)
-
-    def submit(self, lease: Lease, prompt_ids: np.ndarray) -> None:
-        self._rollouts.submit(lease, prompt_ids)
-
     def cancel(self, lease_id: str) -> None:
         self._rollouts.cancel(lease_id)
         self._asked = [asked for asked in self._asked if asked.graded.lease.lease_id != lease_id]
-
-    def take(self, sampled: Iterable[Sampled]) -> None:
-        self._rollouts.take(sampled)
-
-    def progress(self) -> dict[str, int]:
-        return self._rollouts.progress()
 
     def collect(self) -> list[Graded]:
         done: list[Graded] = []

@@ -87,7 +87,7 @@ class GroupFields(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
         columns: the names of the message's arrays in ``TOKEN_COLUMNS``, in that order.
         num_computed: [S], the rows that each sequence has in columns for computed tokens. None if there are none.
         sessions: [R], as in ``Rollout``. None if no rollout has one.
-        example: as in ``Group``.
+        example, kept: as in ``Group``.
         metrics: for each name of an agent's metric a list [R]. None in the list means that the rollout has none.
     """
 
@@ -111,6 +111,7 @@ class GroupFields(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     spans: list[tuple[Span, ...]] | None = None
     sessions: list[AgentSession | None] | None = None
     example: str = ""
+    kept: bool = True
     metrics: dict[str, list[float | None]] = {}
 
 
@@ -150,6 +151,7 @@ def encode_group(group: Group) -> bytes:
         sessions=sessions if any(sessions) else None,
         metrics={name: [r.metrics.get(name) for r in rollouts] for name in metrics},
         example=group.example,
+        kept=group.kept,
     )
     return encode("group", fields, [_pieces(TOKEN_COLUMNS[name], arrays) for name, arrays in columns.items()])
 
@@ -234,6 +236,7 @@ def decode_group(frame: Frame) -> Group:
         weights_digest=fields.weights_digest,
         sampling_time_s=fields.sampling_time_s,
         example=fields.example,
+        kept=fields.kept,
     )
 
 

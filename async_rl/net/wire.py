@@ -28,7 +28,7 @@ import numpy as np
 
 from async_rl.errors import WireError
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 ALIGNMENT = 16
 SAME_VERSION = "install the same version of async-rl on every machine"
 """The end of error messages about a message that has another form than expected. It says what the user should do."""

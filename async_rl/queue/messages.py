@@ -46,7 +46,9 @@ DROP_CAUSES: tuple[DropCause, ...] = get_args(DropCause)
 Verdict = Literal["queued", "filtered", "duplicate", "stale", "unknown_lease", "old_lineage", "eval_done", "refused"]
 """What became of a returned group."""
 
-FailureCause = Literal["prompt_too_long", "engine_error", "reward_error", "environment_error", "no_progress"]
+FailureCause = Literal[
+    "prompt_too_long", "engine_error", "reward_error", "environment_error", "filter_error", "no_progress"
+]
 """The reason why a generator returns a lease without a group. A prompt that is too long is not tried again."""
 
 
@@ -228,7 +230,7 @@ class Taken(msgspec.Struct, Generic[Body], frozen=True):
         arrival_version: the newest announced version when the group arrived. It splits the staleness of a token into a
             part before the arrival (arrival_version - version of the token) and a part in the queue (trained version -
             arrival_version).
-        masked: whether the group's accuracy is outside ``queue.filter_range``. With ``queue.refill = false`` such a
+        masked: whether the queue's filter did not keep the group. With ``queue.refill = false`` such a
             group stays in the batch.
     """
 

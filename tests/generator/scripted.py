@@ -9,7 +9,7 @@ import numpy as np
 
 from async_rl.config.generator import BackendCapabilities
 from async_rl.generator.backend import Sampled
-from async_rl.generator.rollouts import Played, ScoreOne, ThreadGrader
+from async_rl.generator.rollouts import ScoreOne, ThreadGrader
 from async_rl.records import Lease
 
 END = 0
@@ -98,7 +98,7 @@ class InlineGrader(ThreadGrader):
     def __init__(self, reward: ScoreOne) -> None:
         super().__init__(reward, num_threads=0)
 
-    def submit(self, lease: Lease, sample: Sampled | Played) -> None:
-        super().submit(lease, sample)
+    def call(self, job: Callable[[], None]) -> None:
+        super().call(job)
         self._todo.put(None)
         self._run()

@@ -18,7 +18,7 @@ from async_rl.errors import ConfigError, QueueError
 from async_rl.generator.fake import FakeBackend
 from async_rl.generator.loop import HEARTBEAT_S, Device, Worker
 from async_rl.generator.rollouts import Graded, SingleTurnRollouts, ThreadGrader
-from async_rl.generator.start.worker import generator_config, write_files
+from async_rl.generator.start.worker import generator_config, own_filter, write_files
 from async_rl.queue.messages import (
     Announced,
     Announcement,
@@ -146,6 +146,7 @@ class Scene:
         device: Device | None = None,
         grader: ThreadGrader | None = None,
         reward: dict[str, Any] | None = None,
+        filter_function: str | None = None,
         **generator: Any,
     ) -> None:
         self.config = a_config(
@@ -154,6 +155,7 @@ class Scene:
             experimental={"fake": {"mean_tokens": mean_tokens}},
             data=data or {},
             reward=reward or {},
+            queue={} if filter_function is None else {"filter_function": filter_function},
         )
         self.clock = Clock()
         self.queue, self.receiver = FakeQueue(self.clock), FakeReceiver()
@@ -170,6 +172,7 @@ class Scene:
             wait_s=60.0,
             clock=self.clock,
             device=device,
+            group_filter=own_filter(self.config, None),
         )
 
     def announce(
@@ -592,9 +595,32 @@ def test_a_running_call_of_the_reward_is_progress_of_its_leases_up_to_its_limit(
         assert (seen == sorted(set(seen))) == grows
         assert len(set(seen[:30])) == 30
         assert [group.lease_id for group in scene.queue.returned] == ["a"]
-        assert "generator g: a call of the reward has run for more than 30 s" in caplog.text
-        assert scene.queue.troubles[40].startswith("a call of the reward has run for more than")
+        assert "generator g: a call of the reward or filter has run for more than 30 s" in caplog.text
+        assert scene.queue.troubles[40].startswith("a call of the reward or filter has run for more than")
         assert scene.queue.troubles[5] == ""
+
+
+FILTERS = {
+    "return all(r.accuracy == 1.0 for r in rollouts) and row['gt_answer'] == '2'": (True, ""),
+    "return any(len(text) > 99 for text in texts)": (False, ""),
+    "return len(rollouts) - 2": (None, "expected .*filter.py:keep to return True or False, got 0; correct it"),
+    "return row['rewards']": (None, "KeyError: 'rewards' .*filter.py, line 2, in keep"),
+    "raise SystemExit('away')": (None, "SystemExit: away"),
+}
+
+
+@pytest.mark.parametrize("body", FILTERS)
+def test_a_filter_of_the_users_own_judges_each_group_of_training_and_fails_the_lease_if_it_fails(tmp_path, body: str):
+    kept, why = FILTERS[body]
+    source = tmp_path / "filter.py"
+    source.write_text(f"def keep(row, rollouts, texts):\n    {body}\n")
+    with pytest.raises(ConfigError, match="this machine does not allow it"):
+        Scene(filter_function=f"{source}:keep")
+    scene = Scene(filter_function=f"{source}:keep", allow_code=[str(source)])
+    scene.run(scene.announce(0), granted(make_lease("a"), make_lease("e", kind="eval")), *quiet(8))
+    assert {"a": None} | {group.lease_id: group.kept for group in scene.queue.returned} == {"a": kept, "e": True}
+    assert [(lease_id, cause) for lease_id, cause, _ in scene.queue.failed] == [("a", "filter_error")] * bool(why)
+    assert all(re.search(why, detail) for *_, detail in scene.queue.failed)
 
 
 def test_idle_time_is_counted_by_what_the_generator_waits_for():

@@ -113,7 +113,7 @@ def test_the_bytes_of_a_frame_are_fixed():
     frame = encode("t", {"a": [1, "b"]}, [np.array([[1, -2]], np.int32), np.array([True]), np.array(0.5)], num_parts=2)
     # 8 bytes of prefix and 43 of header end at 51, so array 0 begins at 64.
     header = (
-        b"\x95\x02\xa1t\x81\xa1a\x92\x01\xa1b\x93"  # [2, "t", {"a": [1, "b"]}, 3 arrays:
+        b"\x95\x03\xa1t\x81\xa1a\x92\x01\xa1b\x93"  # [3, "t", {"a": [1, "b"]}, 3 arrays:
         b"\x93\xa3<i4\x92\x01\x02\x00"  # ["<i4", [1, 2], 0]
         b"\x93\xa3|b1\x91\x01\x10"  # ["|b1", [1], 16]
         b"\x93\xa3<f8\x90\x20"  # ["<f8", [], 32]

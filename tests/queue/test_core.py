@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from msgspec.structs import replace
 
 from async_rl.errors import DamagedPayloadError, LineageError, QueueError
 from async_rl.queue.core import generator_requests, learner_requests
@@ -164,6 +165,23 @@ def test_without_refill_a_filtered_group_is_kept_and_masked():
     taken = take(state)
     assert not isinstance(taken, NotReady)
     assert [item.masked for item in taken] == [True, False]
+
+
+@pytest.mark.parametrize("refill", [True, False])
+def test_what_a_filter_of_the_users_own_does_not_keep_is_filtered_and_counted(refill: bool):
+    state = make_state(refill=refill, filter_range=None, max_filtered=1)
+    good, bad = leases(state, 2)
+    assert put(state, replace(group(bad), kept=False)) == ("filtered" if refill else "queued")
+    assert (state.ledger.groups.filtered, len(state.queued)) == ((1, 0) if refill else (0, 1))
+    put(state, group(good))
+    state.check()
+    taken = take(state)
+    if refill:
+        assert isinstance(taken, NotReady)
+        assert "allows: 1 by queue.filter_function, 0 had a mean accuracy" in taken.stop
+    else:
+        assert not isinstance(taken, NotReady)
+        assert [item.masked for item in taken] == [False, True]
 
 
 @pytest.mark.parametrize(

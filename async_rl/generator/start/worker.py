@@ -19,7 +19,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -45,7 +45,7 @@ from async_rl.net.address import check_address, refuse_open_connect
 from async_rl.net.keys import SECRET_VARIABLE, ClientKeys
 from async_rl.output import logged
 from async_rl.process.child import reuse_freed_memory
-from async_rl.process.user_code import DIGESTS_FILE, read_digests
+from async_rl.process.user_code import DIGESTS_FILE, digest_of, load_code, read_digests
 from async_rl.queue.messages import GeneratorStats
 from async_rl.rewards.functions import MAX_CONCURRENT_CALLS
 from async_rl.rewards.math.verifier import MAX_CALLERS
@@ -140,7 +140,8 @@ def build_worker(
     return Worker(
         queue=queue, receiver=receiver, backend=backend, rollouts=stack.enter_context(open_rollouts(setup)),
         grader=grader, config=config, generator_id=generator_id, wait_s=wait_s, device=device,
-        teachers=build_teachers(config, directory, keys, stack), on_stats=on_stats,
+        teachers=build_teachers(config, directory, keys, stack), group_filter=own_filter(config, code_digests),
+        on_stats=on_stats,
     )  # fmt: skip
 
 
@@ -167,6 +168,17 @@ def build_generator_backend(
     """Build the config's backend. The learner has no digest of a backend that this generator's operator chose."""
     is_own_choice = config.generator.backend == _requested_backend(overrides)
     return build_backend(config, directory, code_digests=None if is_own_choice else code_digests)
+
+
+def own_filter(config: Config, code_digests: Mapping[str, str] | None) -> Callable[..., Any] | None:
+    """Import the group filter of ``config``; None if there is none. ``code_digests`` are as for ``build_worker``.
+
+    Raises:
+        ConfigError: it is not allowed here, missing, or different from the learner's.
+    """
+    if (name := config.queue.filter_function) is None:
+        return None
+    return load_code(name, allowed=config.generator.allow_code, digest=digest_of(name, code_digests))
 
 
 def refuse_open_scorers(config: Config, *, insecure: bool, has_keys: bool, has_teachers: bool = True) -> None:

@@ -41,7 +41,7 @@ _SHOWN_DETAIL = 400
 _MAX_ROWS = 100
 _WHAT: Mapping[FailureCause, str] = {
     "reward_error": "the reward", "environment_error": "the environment", "engine_error": "the engine",
-    "prompt_too_long": "the prompt", "no_progress": "the generator",
+    "prompt_too_long": "the prompt", "no_progress": "the generator", "filter_error": "queue.filter_function",
 }  # fmt: skip
 
 

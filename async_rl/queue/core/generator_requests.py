@@ -613,8 +613,9 @@ def _receive_training(
 ) -> Verdict:
     settings = state.settings
     accuracy = group.accuracy / max(1, group.num_graded)  # the others say nothing
-    is_kept = fits_filter(settings.queue.filter_range, accuracy, group.rewards_differ)
-    flaw = flaw_of(group, settings, fits_filter=is_kept)
+    is_in_range = fits_filter(settings.queue.filter_range, accuracy, group.rewards_differ)
+    is_kept = is_in_range and group.kept
+    flaw = flaw_of(group, settings, fits_filter=is_in_range)
     bound_version = group.newest_version if settings.queue.on_stale == "mask" else group.oldest_version
     if bound_version < settings.oldest_trainable(learner.version):
         state.count_outcome("received", group)
@@ -634,8 +635,10 @@ def _receive_training(
         state.count_outcome("filtered", group)
         state.retries.forget(group.position)
         state.filtered_since_step += 1
-        assert settings.queue.filter_range is not None
-        state.filtered_right_since_step += accuracy >= settings.queue.filter_range[1]
+        if is_in_range:
+            state.filtered_own_since_step += 1
+        elif (bounds := settings.queue.filter_range) is not None:
+            state.filtered_right_since_step += accuracy >= bounds[1]
         return "filtered"
     # Store the payload before any change. If the disk has no room, the generator returns the group again.
     ref = state.payloads.keep(payload)

@@ -64,6 +64,7 @@ class GroupSummary(msgspec.Struct, frozen=True, gc=False):
         rewards_vary: whether the rewards of its rollouts differ.
         cut: for each rollout that a limit has cut, its number of sampled tokens, and of those in its last turn.
         example: the end of one answer's text; empty if the group has none.
+        kept: whether the user's own filter keeps it.
     """
 
     lease_id: str
@@ -94,6 +95,7 @@ class GroupSummary(msgspec.Struct, frozen=True, gc=False):
     cut: tuple[tuple[int, int], ...] = ()
     example: str = ""
     num_unjudged: int = 0
+    kept: bool = True
 
     @property
     def num_graded(self) -> int:
@@ -151,6 +153,7 @@ def read_summary(payload: Payload) -> GroupSummary:
         rewards_vary=rewards_vary,
         cut=() if unfit else _cut(group),
         example=fields.example[-_MOST_EXAMPLE:],
+        kept=fields.kept,
     )
 
 
@@ -416,7 +419,7 @@ class StoredGroup(msgspec.Struct, frozen=True, gc=False):
         accuracy: the sum of the accuracies of its rollouts.
         arrived_at: the time at which it arrived.
         arrival_version: the newest announced version when it arrived.
-        masked: whether its accuracy is outside ``queue.filter_range``.
+        masked: whether a filter did not keep it.
         ref: the place of its bytes in the payload store.
     """
 

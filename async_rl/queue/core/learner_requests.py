@@ -256,7 +256,7 @@ def ack(state: QueueState, ack: StepAck, now: float) -> Acked:
     state.run_ahead.trained(state.now)
     _settle(state, learner, ack.trained)
     learner.advance(ack)
-    state.filtered_since_step = state.filtered_right_since_step = 0
+    state.filtered_since_step = state.filtered_right_since_step = state.filtered_own_since_step = 0
     _drop_too_old(state, learner)
     if not learner.steps_left:
         _end_training(state)

@@ -46,6 +46,7 @@ class PersistedState(PersistedAttempts):
         cursor: the place in the stream of prompts.
         filtered_since_step: the number of groups filtered since the learner's last step.
         filtered_right_since_step: the number of those whose accuracy was at or above the filter's upper end.
+        filtered_own_since_step: the number of those that only the user's own filter did not keep.
         ledger: the counts of training groups, rollouts and tokens.
         eval_ledger: the same counts for evaluations.
         outcomes: sums over groups by how they ended.
@@ -61,6 +62,7 @@ class PersistedState(PersistedAttempts):
     cursor: StreamCursor = field(default_factory=StreamCursor)
     filtered_since_step: int = 0
     filtered_right_since_step: int = 0
+    filtered_own_since_step: int = 0
     ledger: Ledger = field(default_factory=Ledger)
     eval_ledger: Ledger = field(default_factory=lambda: Ledger("delivered"))
     outcomes: Outcomes = field(default_factory=Outcomes)
@@ -463,12 +465,13 @@ def stop_reason(state: QueueState) -> str:
     if stop := outage_reason(state):
         return stop
     if state.filtered_since_step >= state.settings.max_filtered:
-        right = state.filtered_right_since_step
-        wrong = state.filtered_since_step - right
+        right, own = state.filtered_right_since_step, state.filtered_own_since_step
+        wrong = state.filtered_since_step - right - own
+        by_own = f"{own} by queue.filter_function, " if own else ""
         return (
             f"{state.filtered_since_step} groups were filtered since the last step, as many as queue.max_filtered "
-            f"allows: {right} had a mean accuracy at or above the upper end of queue.filter_range, {wrong} at or "
-            f"below the lower end, or equal rewards. The data is too easy or too hard for this model, or the "
+            f"allows: {by_own}{right} had a mean accuracy at or above the upper end of queue.filter_range, {wrong} "
+            f"at or below the lower end, or equal rewards. The data is too easy or too hard for this model, or the "
             f"reward misreads its answers: read some (eval/ in the run directory has those of evaluations), then "
             f"change data.train or reward.type. If rewards differ while the accuracy does not, return a graded "
             f"accuracy, or set queue.filter_range = []"
