@@ -11,6 +11,7 @@ import pytest
 from pydantic import BaseModel
 
 from async_rl.config.config import Config
+from async_rl.config.contradictions import value_of
 from async_rl.config.loading import flat, load_config
 from async_rl.config.other_trainers import TABLE
 from async_rl.extensions.quickstart.from_verl import port
@@ -69,6 +70,23 @@ def test_the_page_has_every_setting_of_trl_and_verl_with_our_keys_or_a_reason():
     port({}, raw)
     for key, value in flat(raw).items():
         assert key not in told or f"| `{json.dumps(value)}` |" in told[key]
+
+
+def test_every_value_on_the_page_loads_and_what_is_unset_is_what_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("config.toml").write_text('[run]\ndir = "run"\n[model]\npath = "model"\n[data]\ntrain = "rows.jsonl"\n')
+    page = (ROOT / "docs" / "coming_from.md").read_text(encoding="utf-8")
+    for key, value in re.findall(r"`([a-z]+\.[a-z_.]+)=([^`]+)`", page):
+        kl = {"loss.kl_coef": "0.1", "loss.kl_placement": "reward"} if key.startswith("loss.kl_") else {}
+        load({**kl, key: value})
+    defaults, trl = load_config("config.toml"), dict(one.split("=") for one in TABLE["unset"]["TRL"])
+    unset = page.partition("## If you set nothing")[2].partition("\n## ")[0]
+    for key, of_trl, ours in re.findall(r"^\| `(\S+)` \| (.*?) \|.*\| `(.*)` \|$", unset, re.MULTILINE):
+        found = value_of(defaults, key)
+        assert ours == json.dumps(list(found) if isinstance(found, tuple) else found), key
+        assert of_trl.strip("`") == trl.get(key, ""), key
 
 
 def test_the_tables_have_all_features_of_the_predecessors_and_every_key_of_grpo_config():
