@@ -479,7 +479,8 @@ def _grant_from_stream(
         position = state.retries.draw(generator_id)
         if position is None:
             state.revision += num_passed != state.stream.num_passed
-            return leases, LeasesGranted((), "the data has ended (data.epochs)")
+            why = state.stream.why_starved() or state.stream.why_stopped() or "the data has ended (data.epochs)"
+            return leases, LeasesGranted((), why)
         leases.append(_issue_training(state, learner, generator_id, version, position))
     return leases, None
 

@@ -430,6 +430,7 @@ def _awaited_groups(state: QueueState) -> str:
 def _why_too_few(state: QueueState, learner: LearnerSide) -> Iterator[str]:
     """Yield the causes that are known, other than that sampling takes time."""
     yield _why_nobody_samples(state)
+    yield state.stream.why_starved()
     if (blocker := state.evals.exclusive) is not None:
         yield f"the evaluation of {blocker.progress_line} comes first"
     if learner.announcement is None:

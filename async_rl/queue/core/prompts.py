@@ -50,12 +50,14 @@ class StreamCursor(msgspec.Struct):
 
     ``position`` is the lowest position that was never drawn. ``requeued`` is a heap of the positions to draw again
     first. ``aside`` and ``thinned`` are the numbers of rows of each source that a curriculum has passed over, by cause.
+    ``state`` is that of ``data.source`` after the last row that was drawn; empty before the first.
     """
 
     position: int = 0
     requeued: list[int] = []
     aside: Counter[int] = msgspec.field(default_factory=Counter)
     thinned: Counter[int] = msgspec.field(default_factory=Counter)
+    state: str = ""
 
     def num_passed(self, source: int) -> int:
         """Return how many rows of ``source`` were passed over."""
@@ -92,6 +94,8 @@ class PromptStream:
         self._first_rows = [0, *itertools.accumulate(self._mixture.sizes)]
         self._epochs, self._end = epochs, 0 if epochs is None else self._mixture.end_of(epochs)
         self.cursor = StreamCursor()
+        self.is_starved = False
+        """Whether no position could be drawn when one was wanted last, although the data has not ended."""
         self.curriculum = Curriculum(curriculum or CurriculumConfig(), num_rows, seed=seed)
         self._orders: dict[tuple[int, int], np.ndarray] = {}
 
@@ -114,6 +118,18 @@ class PromptStream:
         if self._epochs is None:
             return math.inf
         return (0 if self.is_at_end else self._end - self.position) + self.num_requeued
+
+    def why_stopped(self) -> str:
+        """Return why no further prompt comes, although the data has not ended; empty if nothing is wrong."""
+        return ""
+
+    def why_starved(self) -> str:
+        """Return what the next prompt waits for, if it waits for something; else an empty text."""
+        return ""
+
+    def has_grown(self) -> bool:
+        """Return whether ``is_starved`` has ended since the last call."""
+        return False
 
     @property
     def position(self) -> int:
@@ -190,7 +206,7 @@ class PromptStream:
             verdict = self.curriculum.verdict(*self._row(source, index), source, index)
             if verdict == "sampled":
                 if self.cursor.num_passed(source):
-                    self.curriculum.open_place(position, index)
+                    self.curriculum.open_place(position, Place(index))
                 self.cursor.position += 1
                 return position
             (self.cursor.aside if verdict == "aside" else self.cursor.thinned)[source] += 1
@@ -321,10 +337,22 @@ class PassRate(msgspec.Struct, frozen=True, gc=False):
     epoch: int
 
 
-class Place(msgspec.Struct, frozen=True, gc=False):
-    """The place of a prompt in the order of its source, from 0 over all epochs, with the rows that were passed over."""
+class OwnRow(msgspec.Struct, frozen=True):
+    """A row of ``data.source``. Its attributes are those of ``Row``."""
+
+    messages: tuple[Mapping[str, str], ...]
+    reward_data: Mapping[str, Any]
+    source: str = ""
+
+
+class Place(msgspec.Struct, frozen=True):
+    """The place of a prompt in the order of its source, from 0 over all epochs, with the rows that were passed over.
+
+    ``row`` is the prompt's row if ``data.source`` has given it.
+    """
 
     index: int
+    row: OwnRow | None = None
 
 
 def chance(config: CurriculumConfig, rate: float) -> float:
@@ -385,9 +413,9 @@ class Curriculum:
         if self.is_on and (np.isnan(self._rates[row]) or epoch >= self._epochs[row]):
             self._set(row, PassRate(rate, epoch))
 
-    def open_place(self, position: int, index: int) -> None:
-        """Record that the prompt at ``position`` is the one at ``index`` in the order of its source."""
-        self.places[position] = place = Place(index)
+    def open_place(self, position: int, place: Place) -> None:
+        """Record the place of the prompt at ``position``."""
+        self.places[position] = place
         self.changes.put("place", str(position), place)
 
     def close_place(self, position: int) -> None:
@@ -411,7 +439,7 @@ class Curriculum:
         for position in list(self.places):
             self.close_place(position)
         for position, place in places.items():
-            self.open_place(position, place.index)
+            self.open_place(position, place)
 
     def metrics(self, epochs: np.ndarray, sources: Mapping[str, np.ndarray]) -> dict[str, float]:
         """Return figures of the rows' pass rates for ``metrics.jsonl``.

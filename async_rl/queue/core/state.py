@@ -72,6 +72,8 @@ class PersistedState(PersistedAttempts):
     quarantines: dict[str, str] = field(default_factory=dict)
 
 
+_LOOK_AGAIN_S = 0.1
+"""How long after each other to look whether a row has come, while one is awaited."""
 _FIELDS = tuple(persisted.name for persisted in fields(PersistedState))
 
 
@@ -80,7 +82,7 @@ class QueueState(PersistedState):
     """The queue's whole state.
 
     Attributes:
-        rows: the training rows.
+        rows: the training rows; empty if their source is the user's own, and each row is in the place of its prompt.
         stream: the order in which the rows are sampled.
         instance: a secret of the server process. Lease ids depend on it, so that they can't be guessed.
         payloads: the store of the groups' bytes.
@@ -123,11 +125,6 @@ class QueueState(PersistedState):
     is_short_of_bytes: bool = False
 
     def __post_init__(self) -> None:
-        if self.stream.num_rows != len(self.rows):
-            raise ValueError(
-                f"expected a prompt stream over the {len(self.rows)} training rows, got a stream over "
-                f"{self.stream.num_rows}; this is a bug in async-rl, please report it"
-            )
         self.stream.cursor, self.stream.curriculum.changes = self.cursor, self.changes
         self._sources = rows_by_source(row.source for row in self.rows) if self.stream.curriculum.is_on else {}
         self.leases = LeaseTable(self.settings.queue.lease_timeout_s, self.changes)
@@ -172,6 +169,7 @@ class QueueState(PersistedState):
         # The requests of generators that may try a lease now are waiting for a change.
         self.revision += self.generators.due_trials(self.now)
         self.revision += self.run_ahead.has_grown(self.now)
+        self.revision += self.stream.has_grown()
         return len(expired)
 
     @property
@@ -179,7 +177,7 @@ class QueueState(PersistedState):
         """The time, on the caller's clock, at which ``expire`` must be called next; None if it need not be called."""
         deadlines = (
             self.leases.next_deadline, self._wait_deadline, self.generators.next_trial,
-            self.run_ahead.next_change(self.now),
+            self.run_ahead.next_change(self.now), self.now + _LOOK_AGAIN_S if self.stream.is_starved else None,
         )  # fmt: skip
         return min((d - self.clock_ahead_s for d in deadlines if d is not None), default=None)
 
@@ -214,7 +212,8 @@ class QueueState(PersistedState):
 
     def prompt(self, position: int) -> Prompt:
         index, epoch = self.stream.locate(position)
-        row = self.rows[index]
+        place = self.stream.curriculum.places.get(position)
+        row = (place and place.row) or self.rows[index]
         return Prompt(position, index, epoch, row.messages, row.reward_data, row.source)
 
     def _counts_expired(self, active: ActiveLease) -> bool:
@@ -463,6 +462,8 @@ def decode_state(data: bytes) -> PersistedState:
 def stop_reason(state: QueueState) -> str:
     """Return the reason why the run can't continue; empty if it can."""
     if stop := outage_reason(state):
+        return stop
+    if stop := state.stream.why_stopped():
         return stop
     if state.filtered_since_step >= state.settings.max_filtered:
         right, own = state.filtered_right_since_step, state.filtered_own_since_step
