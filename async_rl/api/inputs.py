@@ -93,7 +93,7 @@ def read_inputs(base: Base, sections: Mapping[str, Any]) -> Inputs:
     if isinstance(named, str) and is_code_name(named := reward_named(named)):
         chosen[named] = "reward.type"
     raw = {name: _plain(value, name, name_of) for name, value in raw.items()}
-    _allow(raw, [name.rpartition(":")[0] for name, key in chosen.items() if not key.startswith("loss.")])
+    _allow(raw, [name.rpartition(":")[0] for name, key in chosen.items() if not key.startswith(("loss.", "data."))])
     resolve(raw)
     config = parse_config(raw, f"what async_rl.train got{f' with {source}' if source else ''}")
     if isinstance(base, str | os.PathLike):

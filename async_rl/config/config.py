@@ -168,10 +168,11 @@ class Config(Section):
 
     @property
     def recorded_code_names(self) -> tuple[str, ...]:
-        """Names of all code of the user's own, whose digests the run directory has: ``code_names`` and the
-        learner's.
+        """Names of all code of the user's own, whose digests the run directory has: ``code_names``, and that
+        of the queue server and of the learner.
         """
-        return (*self.code_names, *self.loss.code_names)
+        source = () if self.data.source is None else (self.data.source,)
+        return (*self.code_names, *source, *self.loss.code_names)
 
     @property
     def has_agents(self) -> bool:
@@ -212,7 +213,12 @@ class Config(Section):
     @property
     def is_offline_only(self) -> bool:
         """Whether the config is for these commands only, because it has no data for reinforcement learning."""
-        return bool(self.offline_commands) and not self.data.train and not self.makes_up_rows
+        return bool(self.offline_commands) and not self.has_train
+
+    @property
+    def has_train(self) -> bool:
+        """Whether the config says where training prompts come from."""
+        return bool(self.data.train or self.data.source) or self.makes_up_rows
 
     @property
     def makes_up_rows(self) -> bool:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, field_serializer, field_validator, model_validator
 
-from async_rl.config.section import Free, OnResume, Recorded, Section
+from async_rl.config.section import CodeName, Free, OnResume, Recorded, Section
 
 PromptFormat = Literal["chat", "text"]
 
@@ -99,6 +99,11 @@ class DataConfig(Section):
         description="Training rows: a .jsonl, .json, .csv, .parquet or .arrow file, a directory, or "
         "[split@]owner/name[:config] on the Hugging Face hub; or several of these, as a table of NAME = SOURCE. "
         "sft, rm and dpo have datasets of their own.",
+    )
+    source: CodeName | None = Field(
+        default=None,
+        description="Your own source of training rows as module:function or file.py:function, in place of data.train "
+        '(docs/data.md, "Prompts of your own").',
     )
     weights: dict[str, int] = Field(
         default={},

@@ -425,9 +425,16 @@ _ENVIRONMENT = (
          "at least sampling.max_prompt_tokens + sampling.max_new_tokens, which one sequence may have",
          "raise it, or leave it out",
          {"generator.serve": True, "environment.name": "mine.py", "environment.max_rollout_tokens": 9}),
-    _row("environment.rows", lambda c: c.environment.rows is not None and bool(c.data.train),
-         "no value with data.train", "set only one of the two",
+    _row("environment.rows", lambda c: c.environment.rows is not None and bool(c.data.train or c.data.source),
+         "no value with data.train or data.source", "set only one of the two",
          {"environment.name": "mine.py", "environment.rows": 3, "data.train": "rows.jsonl"}),
+    *(_row(key, lambda c, key=key, default=default: c.data.source is not None and value_of(c, key) != default,
+           "no value with data.source", "your code says which rows come and in which order, so leave the key out",
+           {"data.source": "mine.py:rows", key: value}, got="{x}")
+      for key, default, value in (
+          ("data.train", "", "rows.jsonl"), ("data.epochs", None, 2), ("data.shuffle", True, False),
+          ("data.on_bad_row", "refuse", "skip"), ("data.curriculum.chance", "uniform", "failures"),
+          ("data.curriculum.solved_at", None, 0.9), ("data.curriculum.unsolved_at", None, 0.1))),
     _row("data.on_long_prompt", lambda c: c.environment.is_set and c.data.on_long_prompt == "truncate",
          '"drop" with an environment', "only the environment may shorten its prompts, so leave the key out",
          {"environment.name": "mine.py", "data.on_long_prompt": "truncate"}),

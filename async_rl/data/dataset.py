@@ -331,13 +331,16 @@ class LoadedRows:
 
 
 def load_train_rows(config: Config) -> LoadedRows:
-    """Load the run's training rows from ``data.train``. If the environment makes its own tasks, return empty rows.
+    """Load the run's training rows from ``data.train``. If the environment makes its own tasks, return empty rows; with
+    ``data.source`` none.
 
     If ``data.train`` is a table, the rows of its sources follow each other in the order of the sources' names.
 
     Raises:
         DataError: the data can't be read, or has a row with errors (see ``load_rows``).
     """
+    if config.data.source:
+        return LoadedRows((), 0, hashlib.sha256(f"own: {config.data.source}".encode()).hexdigest())
     if config.makes_up_rows:
         return empty_rows(config.environment.rows or 0)
     if isinstance(config.data.train, str):

@@ -3,7 +3,7 @@ except that the quickstart compares its runs by insight.
 
 ``quickstart`` makes a first task, model and config; ``insight`` compares, evaluates, predicts and reports; ``ops`` has
 scripts for Slurm, loggers, and copies in an object store; ``agents`` plays rollouts by programs that call a chat
-endpoint; ``code_rewards`` judges programs; ``offline`` trains on given rows.
+endpoint; ``code_rewards`` judges programs; ``offline`` trains on given rows; ``own_prompts`` are the user's own.
 
 An extension gives the core things of a few kinds, each under a name, as an installed package does by entry points:
 
@@ -16,6 +16,7 @@ An extension gives the core things of a few kinds, each under a name, as an inst
 * ``async_rl.checks``: a check of a config before a start, which a row of ``launch/checks/table.py`` names, only ours;
 * ``async_rl.rollouts``: what plays a generator's rollouts, as ``OpenRollouts`` of ``generator/start/rollouts.py``;
 * ``async_rl.datasets``: NAME of the sources NAME:REST of data, as ``OpenRows`` of ``data/dataset.py``;
+* ``async_rl.streams``: a ``PromptStream`` (``queue/core/prompts.py``) of a config, in place of that of rows, only ours;
 * ``async_rl.rewards`` and ``async_rl.environments``: a name for ``reward.type`` or ``environment.name``. A package's is
   own code, of which the config gets MODULE:FUNCTION (``offered_code`` in ``process/user_code.py``); ours is a
   ``Builder`` (``rewards/registry.py``);
@@ -66,6 +67,7 @@ OFFERS: Mapping[str, Mapping[str, str]] = {
     ),
     "async_rl.rollouts": {"agents": "async_rl.extensions.agents.start:open_agents"},
     "async_rl.datasets": {"verifiers": "async_rl.extensions.agents.programs.verifiers_rows:taskset_rows"},
+    "async_rl.streams": {"own": "async_rl.extensions.own_prompts.stream:OwnStream"},
     "async_rl.checks": {
         "offline": "async_rl.extensions.offline.checks:check_offline_rows",
         "sandbox": "async_rl.extensions.code_rewards.checks:check_sandbox",

@@ -26,12 +26,12 @@ _SHOWN_CHARS = 2000
 
 
 def check_train_is_set(config: Config) -> None:
-    """Check that ``data.train`` is set, except if the environment generates its tasks without dataset rows.
+    """Check that ``data.train`` is set, or what takes its place.
 
     Raises:
         ConfigError: the key is unset.
     """
-    if not config.data.train and not config.makes_up_rows:
+    if not config.has_train:
         raise ConfigError("data.train: expected a file or data set, but the key is unset; set data.train")
 
 
@@ -52,10 +52,12 @@ def load_all_rows(config: Config) -> dict[str, LoadedRows]:
     return loaded
 
 
-def describe_rows(loaded: Mapping[str, LoadedRows]) -> Iterator[Finding]:
-    """Yield a finding for each of the sets, by their keys."""
+def describe_rows(loaded: Mapping[str, LoadedRows], source: str | None = None) -> Iterator[Finding]:
+    """Yield a finding for each of the sets, by their keys. ``source`` is ``data.source``."""
     for key, rows in loaded.items():
         text = f"{len(rows.rows)} rows"
+        if key == TRAIN and source:
+            text = f"{source} gives the rows, which are checked when they come"
         if rows.num_skipped:
             text = f"{text}, skipped {rows.num_skipped} bad rows, the first: {rows.first_skipped}"
             yield Finding(key, "WARN", text, fix="correct the file if these rows matter")
@@ -161,7 +163,7 @@ def _tokenizer(config: Config) -> Any:
 def show_first_prompt(config: Config, rows: Sequence[Row]) -> Iterator[Finding]:
     """Show the first prompt of the training set, rendered with the chat template."""
     if not rows or not rows[0].messages:
-        yield Finding("template", "skip", "the environment writes the prompts" if rows else "data.train has no row")
+        yield Finding("template", "skip", "the environment writes the prompts" if rows else "there is no row yet")
         return
     tokenizer, messages = _tokenizer(config), rows[0].messages
     ids = render_prompt(tokenizer, messages, config.data.template_arguments)

@@ -53,7 +53,7 @@ def try_own_reward(config: Config, rows: Sequence[Row]) -> list[Finding]:
     Return the findings of ``try_reward``.
     """
     is_own = any(kind.is_user_code for kind in config.reward.types)
-    if not is_own or not config.samples_here or config.environment.is_set:
+    if not is_own or not rows or not config.samples_here or config.environment.is_set:
         return []
     return try_reward(config, [(row.messages, row.reward_data) for row in rows])
 
@@ -73,7 +73,7 @@ def grade_first_rows(config: Config, rows: Sequence[Row]) -> Iterator[Finding]:
     """Check the reward, unless an environment gives it: it must accept a right answer and reject a wrong one to each of
     the first training rows.
     """
-    if config.environment.is_set:
+    if config.environment.is_set or not rows:
         return
     name = config.reward.right_by
     judge = reward_type(name)

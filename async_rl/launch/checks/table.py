@@ -7,6 +7,7 @@ user starts by hand those of the learner; and the doctor all of them. So a new c
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,7 @@ CHECKS: tuple[Check, ...] = (
     Check("engines", "machine", (*_LEARNERS, "generator"), machine.check_engines),
     Check("generator.engine", "machine", (*_LEARNERS, "generator"), lambda s: machine.check_engine_arguments(s.config)),
     Check("code", "files", _LAUNCH, lambda s: rewards.check_code(s.config)),
-    Check("data", "files", _LEARNERS, lambda s: data.describe_rows(s.loaded)),
+    Check("data", "files", _LEARNERS, lambda s: data.describe_rows(s.loaded, s.config.data.source)),
     Check("offline data", "doctor", ("launch", "offline"),
           lambda s: _offered("offline", s) if s.config.offline_commands else ()),
     Check("model", "files", (*_TRAINERS, "plan"),
@@ -202,7 +203,7 @@ def check_launch(config: Config, *, insecure: bool) -> float:
     """
     start = Start(config, insecure=insecure)
     _make(start)
-    return PromptStream.of_config(config, start.rows).most_prompts_left
+    return math.inf if config.data.source else PromptStream.of_config(config, start.rows).most_prompts_left
 
 
 def check_learner(config: Config, *, fresh: bool, insecure: bool) -> None:

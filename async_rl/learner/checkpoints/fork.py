@@ -39,8 +39,8 @@ from async_rl.run.records.starts import read_origin
 from async_rl.run.reuse import starts_over
 
 _PLACE_KEYS = (
-    "run.seed", "environment", "data.train", "data.weights", "data.columns", "data.prompt_format", "data.shuffle",
-    "data.on_bad_row", "data.ignore",
+    "run.seed", "environment", "data.train", "data.source", "data.weights", "data.columns",
+    "data.prompt_format", "data.shuffle", "data.on_bad_row", "data.ignore",
 )  # fmt: skip
 """Keys and sections on which the order of the prompts depends. If one differs, the fork begins at the first prompt."""
 _NO_LINK = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EOPNOTSUPP})

@@ -23,6 +23,7 @@ from async_rl.queue.core.state import QueueState, encode_state
 from async_rl.queue.server.handlers import Handlers, WelcomePack
 from async_rl.queue.storage.journal import Change, Changes, Journal, unpack
 from async_rl.queue.storage.payloads import MemoryPayloads
+from async_rl.registry import load, our_offers
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,13 @@ class QueueData:
     train: Sequence[Row]
     evals: Mapping[str, Sequence[Row]]
     digest: str = ""
+
+
+def build_stream(config: Config, rows: Sequence[Row]) -> PromptStream:
+    """Return the stream of the training rows, or what an extension makes of ``data.source``."""
+    if config.data.source is None:
+        return PromptStream.of_config(config, rows)
+    return load(our_offers("async_rl.streams")["own"])(config)
 
 
 class DurableState:
@@ -115,7 +123,7 @@ class DurableState:
     def _start_empty(self, run_id: str) -> None:
         """Replace the state by one without groups."""
         config, data, journal = self._config, self._data, self._journal
-        stream = PromptStream.of_config(config, data.train)
+        stream = build_stream(config, data.train)
         self._changes = Changes(is_wanted=journal is not None)
         self.state = QueueState(
             self._settings, data.train, stream, data_digest=data.digest, instance=secrets.token_hex(16),

@@ -117,7 +117,7 @@ class QueueServer:
         insecure: bool = False, orphan_s: float | None = None,
         on_ready: Callable[[str], None] | None = None,
     ) -> None:  # fmt: skip
-        if not train_rows:
+        if not train_rows and not config.data.source:
             raise ConfigError(
                 f"data.train: expected at least one row, got none in {config.data.train!r}; add rows to it"
             )
