@@ -174,6 +174,7 @@ def test_fields_that_clients_add_or_leave_out_change_nothing():
     call = {**message["tool_calls"][0], "index": 0, "function": {"name": "add", "arguments": {"b": 3, "a": 2}}}
     echoed = {"role": "assistant", "content": [{"type": "text", "text": "So."}], "tool_calls": [call], "refusal": None}
     assert chat.known.prompt([ASKED, echoed, RESULT], TOOLS).continued
+    assert chat.known.prompt([ASKED, {**echoed, "content": None}, RESULT], TOOLS).continued
 
 
 def test_answers_to_one_conversation_are_told_apart_whatever_they_say():

@@ -208,3 +208,6 @@ def test_what_can_not_be_had_is_refused_by_name(server: Server, path: str, param
             value
         )
         assert (answer["type"], server.calls) == ("error", [])
+        # With these details Anthropic's clients send the whole conversation instead.
+        details = {"error_code": "thread_unsupported_request"} if param == "thread" else None
+        assert answer["error"].get("details") == details

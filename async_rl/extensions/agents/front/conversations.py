@@ -7,6 +7,7 @@ template writes after the answer: the conversation is rendered with a word of ou
 follows the word, and the end of the turn that was sampled, is new.
 
 A conversation whose answer the agent has changed, shortened or left out is not recognised, and is rendered whole.
+Thoughts, and text beside tool calls, may be left out: many clients do.
 """
 
 from __future__ import annotations
@@ -131,7 +132,9 @@ class Conversations:
         ending = tuple(takewhile(bool, texts))[::-1]
         num_known = 0 if prompt.known is None else len(prompt.known.token_ids())
         new = np.concatenate([prompt.token_ids[num_known:], token_ids]).astype(np.int32)
-        self._known[_digest(prompt.digests[-1], answer)] = Known(call, prompt.known, new, ending)
+        known = self._known[_digest(prompt.digests[-1], answer)] = Known(call, prompt.known, new, ending)
+        if answer.get("tool_calls"):  # some clients leave out the text beside them
+            self._known.setdefault(_digest(prompt.digests[-1], {**answer, "content": None}), known)
 
 
 def share_again(call: Message, tools: Tools, renderer: Renderer, ends: Collection[str]) -> float:

@@ -38,7 +38,9 @@ def require_packages(what: str) -> None:
 
 def error_body(message: str, code: str, param: str | None = None, *, kind: str = "invalid_request_error") -> bytes:
     """Return the body of a refusal, in the shape of OpenAI's API, with what Anthropic's has in addition."""
-    error = {"message": message, "type": kind, "param": param, "code": code}
+    error: dict[str, object] = {"message": message, "type": kind, "param": param, "code": code}
+    if param == "thread":  # Anthropic's clients send whole conversations then
+        error["details"] = {"error_code": "thread_unsupported_request"}
     return json.dumps({"type": "error", "error": error}).encode()
 
 
