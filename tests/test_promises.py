@@ -106,7 +106,7 @@ def level(test: str) -> str:
     folder = test.partition("/")[0]
 
     def of(marked: set[str]) -> str:
-        if folder == "vllm" or marked & {"gpu", "vllm"}:
+        if folder == "vllm" or marked & {"gpu", "vllm", "agents"}:
             return "other environments"
         return "long" if "long" in marked else "end to end" if folder == "end_to_end" or "slow" in marked else LEVELS[0]
 

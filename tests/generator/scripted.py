@@ -34,12 +34,18 @@ class CharacterText:
 
 
 class ScriptedBackend:
-    """``backend.Backend``: a step finishes every request. An answer that is too long is cut; others end in END."""
+    """``backend.Backend``: a step finishes every request. An answer that is too long is cut; others end in END.
+
+    ``encode`` returns the tokens of an answer, its end included.
+    """
 
     capabilities = BackendCapabilities()
 
-    def __init__(self, script: Callable[[int, int], str], *, max_running: int = 16) -> None:
-        self.script = script
+    def __init__(
+        self, script: Callable[[int, int], str], *, max_running: int = 16,
+        encode: Callable[[str], list[int]] = lambda text: [*map(ord, text), END],
+    ) -> None:  # fmt: skip
+        self.script, self.encode = script, encode
         self.max_running = max_running
         self.version = 3
         self.num_tokens = 0
@@ -67,8 +73,9 @@ class ScriptedBackend:
     def _sampled(self, lease: Lease, prompt_ids: np.ndarray) -> Sampled:
         index, turn = map(int, lease.lease_id.split("/")[1:])
         text = self.script(index, turn)
-        ids = [*map(ord, text), END][: lease.sampling.max_new_tokens]
-        cut = len(ids) <= len(text)
+        whole = self.encode(text)
+        ids = whole[: lease.sampling.max_new_tokens]
+        cut = len(ids) < len(whole)
         self.num_tokens += len(ids)
         return Sampled(
             lease_id=lease.lease_id,
