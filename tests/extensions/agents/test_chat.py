@@ -208,7 +208,7 @@ def test_an_answer_that_must_have_a_form_is_sampled_until_it_has_and_not_trained
         ("n", 100), ("stop_token_ids", "5"), ("token_ids", [1]), ("sampling_params", {"temperature": 0}),
         ("tools", [{"type": "web_search"}]),
         ("chat_template_kwargs", [1]), ("chat_template_kwargs", {"tools": []}), ("messages", []), ("is_answer", 1),
-        ("messages", [ASKED, {"content": "b"}]),
+        ("messages", [ASKED, {"content": "b"}]), ("stream_options", [1]),
         *((name, ["another value"]) for name in sorted(NEUTRAL.keys() - {"n", "logprobs"})),
     ],
 )  # fmt: skip
@@ -274,16 +274,17 @@ def test_the_model_s_name_decides_whether_a_call_is_trained(server: Server, clie
 
 
 def test_what_is_wrong_in_an_agent_s_calls_is_logged_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    extra = {"a_typo": 3, "cache_salt": "s", "echo": True}  # the second is harmless
+    extra = {"a_typo": 3, "cache_salt": "s", "echo": True}
     with closing(Front(RequestRules("tiny"), 64, tmp_path)) as front:
         front.open(["k"])
         with openai.OpenAI(base_url=f"{front.url}/s/k/v1", api_key="any", max_retries=0) as client:
             for _ in range(2):
                 with pytest.raises(openai.BadRequestError):
-                    asked(client, [ASKED], user="u", extra_body=extra)
-    first, second = capfd.readouterr().err.splitlines()
-    assert "the field 'a_typo' (first 3), which has no effect here" in first
-    assert "refused (HTTP 400): echo" in second
+                    asked(client, [ASKED], extra_body=extra)
+    typo, salt, echo = capfd.readouterr().err.splitlines()
+    assert "the field 'a_typo' (first 3), which has no effect here and is not known" in typo
+    assert salt.endswith("the field 'cache_salt' (first 's'), which has no effect here")
+    assert "refused (HTTP 400): echo" in echo
 
 
 def test_the_client_repeats_no_call_of_a_session_that_has_ended(server: Server):

@@ -76,7 +76,7 @@ def unread_tools(form: Form, write: Write, tools: Sequence[Mapping[str, Any]]) -
     found: list[str] = []
     for tool in tools:
         name = called_function(tool).get("name")
-        if not isinstance(name, str) or not _reads_back(form, write, tools, example_call(tool)):
+        if not name or not isinstance(name, str) or not _reads_back(form, write, tools, example_call(tool)):
             found.append(str(name or tool.get("type")))
     return found
 

@@ -31,6 +31,7 @@ _OWN = frozenset({"system", "tool_choice", "stop_sequences", "thinking", "output
 _BILLING = "x-anthropic-billing-header:"
 """What Claude Code begins a block with that is no part of the prompt."""
 _THINKS = {"enabled": True, "disabled": False}
+_ONE_CALL = "disable_parallel_tool_use"
 _STOP_REASONS = {"tool_calls": "tool_use", "length": "max_tokens"}
 _DELTAS = {
     "text": [("text", "text_delta", "text")],
@@ -57,7 +58,7 @@ class _Block(msgspec.Struct):
 
 
 class _Tool(msgspec.Struct):
-    name: str
+    name: str = ""
     type: str | None = None
     description: str = ""
     input_schema: dict[str, Any] = {}
@@ -66,7 +67,8 @@ class _Tool(msgspec.Struct):
 def _chat(asked: Body, note: Note) -> Body:
     told = read_all([{"role": "system", "content": asked.get("system") or ""}], _Message, "system", note)
     given = read_all(asked.get("messages"), _Message, "messages", note)
-    messages = [one for message in told + given for one in _messages(message, note)]
+    messages = [one for message in told for one in _messages(message, "system", note)]
+    messages += [one for message in given for one in _messages(message, "messages.content", note)]
     last = messages[-1]["role"] if given and messages else None
     if last in ("assistant", None):  # the API would go on with the text of the model's
         raise refused("messages", "a user's message or a tool's result at the end", last)
@@ -77,17 +79,19 @@ def _chat(asked: Body, note: Note) -> Body:
         else:
             note(f"tools: {tool.type}", tool.name)
     settings = settings_of(asked, "output_config", note, effort="reasoning_effort")
-    choice = settings_of(asked, "tool_choice", note, type="type", name="name")
+    choice = settings_of(asked, "tool_choice", note, type="type", name="name", **{_ONE_CALL: _ONE_CALL})
     kind = {"any": "required", "tool": {"type": "function", "name": choice.get("name")}}.get(str(choice.get("type")))
-    settings["tool_choice"] = kind or choice.get("type")
-    thinks = _THINKS.get(str(settings_of(asked, "thinking", note, type="type").get("type")))
-    return chat_body(asked, _OWN, messages, tools, stop=asked.get("stop_sequences"), enable_thinking=thinks, **settings)
+    settings |= {"tool_choice": kind or choice.get("type"), f"tool_choice.{_ONE_CALL}": choice.get(_ONE_CALL)}
+    thinks = settings_of(asked, "thinking", note, type="type").get("type")
+    if thinks not in (None, *_THINKS):
+        note("thinking.type", thinks)  # the model decides, as it does without the field
+    settings["enable_thinking"] = _THINKS.get(str(thinks))
+    return chat_body(asked, _OWN, messages, tools, stop=asked.get("stop_sequences"), **settings)
 
 
-def _messages(message: _Message, note: Note) -> Iterator[Body]:
+def _messages(message: _Message, where: str, note: Note) -> Iterator[Body]:
     """Yield a message as those of a chat. Tools' results and parts of the system's are messages of their own there."""
     raw = [{"type": "text", "text": message.content}] if isinstance(message.content, str) else message.content
-    where = "system" if message.role == "system" else "messages.content"
     found: Body = {"role": message.role, "content": ""}
     for block in read_all(raw, _Block, where, note):
         match message.role, block.type:

@@ -31,7 +31,7 @@ from async_rl.extensions.agents.front.conversations import (
     share_again,
 )
 from async_rl.extensions.agents.front.demands import FIELDS, Demand, demand_of
-from async_rl.extensions.agents.front.dialects import Body, Dialect
+from async_rl.extensions.agents.front.dialects import Body, Dialect, settings_of
 from async_rl.extensions.agents.front.forms import CONTENT, FORMS, THOUGHTS, Form
 from async_rl.extensions.agents.front.messages import Call, Reply, Said
 from async_rl.extensions.agents.front.requests import (
@@ -50,6 +50,7 @@ from async_rl.extensions.agents.front.requests import (
 logger = logging.getLogger(__name__)
 
 MAX_CHOICES = 64
+_OF_ALL_MESSAGES = {"role", "content", "type", "text"}
 _OF_RENDERING = {"messages", "tools", "add_generation_prompt", "tokenize", "continue_final_message"}
 _NUM_LAST = 64
 """Number of tokens at a prompt's end in which the beginning of the model's turn is looked for."""
@@ -200,7 +201,8 @@ def read_chat(raw: dict[str, Any], rules: RequestRules, note: Note) -> ChatReque
         raise RefusedError(400, "tools: expected a list of objects", "invalid_request", "tools")
     refuses = rules.other_settings == "refuse"
     check_fields(raw, OF_CHATS if refuses else OF_CHATS | FIELDS, note, refuses=refuses)
-    demand = demand_of(raw)
+    demand = demand_of(raw, note)
+    settings_of(raw, "stream_options", note, include_usage="include_usage")
     n = count_of(raw, "n") or 1
     if n > MAX_CHOICES:
         raise RefusedError(400, f"n: expected at most {MAX_CHOICES}, got {n}", "invalid_request", "n")
@@ -239,12 +241,25 @@ def prompt_of(known: Conversations, wanted: ChatRequest, renderer: ChatRenderer,
         )
         raise RefusedError(400, text, "unsupported", "tools")
     own = _variables_of(wanted.raw, renderer, note)
+    for name, value in _details_of(wanted.messages).items():
+        if name.rpartition(".")[2] not in str(renderer.tokenizer.chat_template):
+            note(name, value)
     try:
         renderer.check(wanted.messages, wanted.tools, own)
         return known.prompt(wanted.messages, wanted.tools, own)
     except Exception as error:  # boundary to chat templates, which raise what they like
         text = f"messages: the chat template can't render them: {type(error).__name__}: {error}"
         raise RefusedError(400, text, "invalid_request", "messages") from None
+
+
+def _details_of(messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the fields of messages, and of parts of their contents, that not all have."""
+    contents = [message["content"] for message in messages if isinstance(message.get("content"), list)]
+    inner = [("messages.content", part) for content in contents for part in content if isinstance(part, dict)]
+    fields = [
+        (f"{at}.{name}", one[name]) for at, one in (*(("messages", one) for one in messages), *inner) for name in one
+    ]
+    return {name: value for name, value in fields if value and name.rpartition(".")[2] not in _OF_ALL_MESSAGES}
 
 
 def _variables_of(raw: Mapping[str, Any], renderer: ChatRenderer, note: Note) -> Variables:
@@ -257,7 +272,7 @@ def _variables_of(raw: Mapping[str, Any], renderer: ChatRenderer, note: Note) ->
         )
         raise RefusedError(400, text, "invalid_request", "chat_template_kwargs")
     given = given | {name: raw[name] for name in VARIABLES if isinstance(raw.get(name), str | bool)}
-    for name in [one for one in VARIABLES if raw.get(one) and one not in given]:
+    for name in [one for one in VARIABLES if raw.get(one) not in (None, "", [], {}) and one not in given]:
         note(name, raw[name])
     for name in [one for one in given if not renderer.reads(one)]:
         note(name, given.pop(name))
@@ -412,8 +427,7 @@ def _events(answer: Body, told: Body | None, asked: Body) -> Iterator[Any]:
         chunks[0]["prompt_token_ids"] = answer["prompt_token_ids"]
     yield from chunks
     if answer["choices"][0]["finish_reason"] is not None:
-        options = asked.get("stream_options")
-        if isinstance(options, dict) and options.get("include_usage"):
+        if (asked.get("stream_options") or {}).get("include_usage"):
             yield {**common, "choices": [], "usage": answer["usage"]}
         yield msgspec.Raw(b"[DONE]")
 

@@ -9,8 +9,11 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
+
 from async_rl.data.template_forms import called_function
-from async_rl.extensions.agents.front.requests import RefusedError
+from async_rl.extensions.agents.front.dialects import read, settings_of
+from async_rl.extensions.agents.front.requests import Note, RefusedError
 
 TRIES = 8
 """How often an answer is sampled until it has the form."""
@@ -19,8 +22,12 @@ Demand = Callable[[Mapping[str, Any]], bool]
 """Returns whether a choice of an answer has the form that its request asks for."""
 
 
-def demand_of(raw: Mapping[str, Any]) -> Demand | None:
-    """Return what the body of a chat insists on; None if it takes any answer.
+class _Schema(msgspec.Struct):
+    required: list[str] = []
+
+
+def demand_of(raw: Mapping[str, Any], note: Note) -> Demand | None:
+    """Return what the body of a chat insists on; None if it takes any answer. ``note`` gets what has no effect on that.
 
     Raises:
         RefusedError: it insists on something else.
@@ -39,7 +46,8 @@ def demand_of(raw: Mapping[str, Any]) -> Demand | None:
         return None
     if not isinstance(form, dict) or kind not in ("json_object", "json_schema"):
         raise _refused("response_format", form)
-    keys = ((form.get("json_schema") or {}).get("schema") or {}).get("required") or ()
+    schema = settings_of(form, "json_schema", note, type="type", schema="schema").get("schema") or {}
+    keys = read(schema, _Schema, "response_format").required
     return lambda answer: _is_object(answer["message"].get("content"), keys)
 
 

@@ -108,7 +108,8 @@ def settings_of(asked: Body, place: str, note: Note, **renamed: str) -> Body:
         if name in renamed:
             found[renamed[name]] = value
         elif name == "format" and isinstance(value, dict):
-            found["response_format"] = {"type": value.get("type"), "json_schema": value}
+            schema = {"json_schema": value} if value.get("type") == "json_schema" else {}
+            found["response_format"] = {"type": value.get("type"), **schema}
         else:
             note(f"{place}.{name}", value)
     return found

@@ -19,6 +19,7 @@ from async_rl.extensions.agents.front.dialects import (
     chat_body,
     function_tool,
     growing,
+    read,
     read_all,
     refused,
     server_sent,
@@ -27,7 +28,8 @@ from async_rl.extensions.agents.front.dialects import (
 )
 from async_rl.extensions.agents.front.requests import Note
 
-_OWN = frozenset({"input", "instructions", "max_output_tokens", "reasoning", "text"})
+_OWN = frozenset({"input", "instructions", "max_output_tokens", "reasoning", "text", "include"})
+_LOGPROBS = "message.output_text.logprobs"
 _INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 _TEXTS = {
     "message": ("output_text", "text"), "reasoning": ("reasoning_text", "text"),
@@ -70,6 +72,10 @@ def _chat(asked: Body, note: Note) -> Body:
     ]
     settings = settings_of(asked, "reasoning", note, effort="reasoning_effort")
     settings |= settings_of(asked, "text", note, verbosity="verbosity")
+    included = read(asked.get("include") or [], list[str], "include")
+    for kind in [one for one in included if one != _LOGPROBS]:
+        note(f"include: {kind}", kind)
+    settings["logprobs"] = _LOGPROBS in included
     return chat_body(asked, _OWN, messages, tools, max_tokens=asked.get("max_output_tokens"), **settings)
 
 
@@ -77,6 +83,8 @@ def _tools(asked: Body, note: Note) -> Iterator[tuple[str, str, _Tool]]:
     """Yield the tools that the client runs: the name that the model knows, the namespace, and the tool."""
     for outer in read_all(asked.get("tools"), _Tool, "tools", note):
         space = outer.name if outer.type == "namespace" else ""
+        if space and outer.description:
+            note("tools.description", outer.description)
         for tool in read_all(outer.tools, _Tool, "tools.tools", note) if space else [outer]:
             if tool.type in ("function", "custom"):
                 yield _full(space, tool.name), space, tool
@@ -104,7 +112,8 @@ def _add(messages: list[Body], item: _Item, note: Note) -> None:
             calls = _answering(messages).setdefault("tool_calls", [])
             calls.append(called(item.call_id, _full(item.namespace, item.name), arguments))
         case "function_call_output" | "custom_tool_call_output":
-            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text})
+            named = {"name": _full(item.namespace, item.name)} if item.name or item.namespace else {}
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text, **named})
         case _:
             raise refused("input", "items of messages, functions, custom tools and reasoning", item.type)
 
@@ -135,12 +144,13 @@ def _answer(answer: Body, asked: Body) -> Body:
 
 
 def _items(choice: Body, number: str, asked: Body) -> Iterator[Body]:
+    logprobs = (choice.get("logprobs") or {}).get("content", [])
     known = {name: (space, tool) for name, space, tool in _tools(asked, lambda name, value: None)}
     done, calls, parts = {"status": "completed"}, choice["message"].get("tool_calls", ()), choice["parts"]
     is_silent = not (choice["message"].get("content") or calls or choice["finish_reason"] is None)
     for place, (name, text) in enumerate([*parts, *([("content", "")] if is_silent else [])]):
         if name == "content":
-            content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]
+            content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}]
             yield {"type": "message", "id": f"msg_{number}_{place}", "role": "assistant", "content": content, **done}
         else:
             content = [{"type": "reasoning_text", "text": text}]

@@ -25,7 +25,8 @@ SAMPLED: Mapping[str, tuple[Any, ...]] = {
     "top_n_sigma": (-1, 0), "xtc_probability": (0,), "dynatemp_range": (0,), "mirostat": (0,), "epsilon_cutoff": (0,),
     "eta_cutoff": (0,), "do_sample": (True,), "best_of": (1,), "use_beam_search": (False,), "num_beams": (1,),
     "length_penalty": (1,), "min_tokens": (0,), "min_new_tokens": (0,), "thinking_token_budget": (),
-    "thinking_budget": (), "repetition_detection": (),
+    "thinking_budget": (), "repetition_detection": (), "parallel_tool_calls": (True,),
+    "tool_choice.disable_parallel_tool_use": (False,),
 }  # fmt: skip
 """Fields that would change how tokens are sampled, with the values that change nothing, as do null and what is empty.
 """
@@ -47,17 +48,28 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "truncate_prompt_tokens": (-1,), "prompt": (), "thread": (), "conversation": (), "previous_response_id": (),
     # What the answer consists of.
     "n": (1,), "logprobs": (0, 1), "top_logprobs": (0,), "prompt_logprobs": (), "echo": (False,),
-    "background": (False,),
+    "background": (False,), "background_options": (), "compaction": (), "truncation": ("disabled",),
 }  # fmt: skip
 """The same for what may be sampled, the prompt and the parts of the answer."""
-_HARMLESS = frozenset({
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "stream_options",
-    "prompt_cache_retention", "prompt_cache_options", "priority", "request_id", "cache_salt", "return_token_ids",
+LEFT_OUT = frozenset({
+    # Who asks, who pays, what is kept, and what the API's own servers do with a request.
+    "user", "metadata", "safety_identifier", "request_id", "user_profile_id", "workspace_id", "betas", "service_tier",
+    "priority", "speed", "inference_geo", "billing_policy", "fallback_credit_token", "fallbacks", "access_programs",
+    "store", "cache_salt", "cache_control", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options",
+    "diagnostics", "moderation", "image", "max_tool_calls", "mcp_servers", "container", "context_management",
+    # Inside of messages and items.
+    ".id", ".tool_call_id", ".name", ".caller", ".toolset_name", ".status", ".phase", ".is_error", ".clear_at",
+    ".output_config", ".cache_control", ".prompt_cache_breakpoint", ".annotations", ".citations", ".logprobs", ".data",
+    ".refusal", ".audio", ".function_call", ".reasoning_content", ".signature", ".summary", ".encrypted_content",
+    # Inside of tools, and of what is said of thoughts and forms.
+    ".strict", ".async", ".defer_loading", ".allowed_callers", ".output_schema", ".format", ".description", ".type",
+    ".input_examples", ".eager_input_streaming", ".budget_tokens", ".display", ".block_binding", ".task_budget",
+    ".context", ".generate_summary", ".mode", ".include_obfuscation",
 })  # fmt: skip
-"""Fields that a server may leave aside without a word."""
+"""Fields that have no effect where they are left out, those inside of others with a dot."""
 _OF_SAMPLING = frozenset({"temperature", "top_p", "top_k", "min_p", "max_tokens", "stop", "stop_token_ids", "seed"})
 _OF_GENERATE = frozenset({"token_ids", "sampling_params", "stream", "features"})
-_OF_ALL = frozenset({"model", "untrained", "is_answer"})
+_OF_ALL = frozenset({"model", "untrained", "is_answer", "stream_options", "return_token_ids"})
 OF_CHATS = (
     _OF_SAMPLING | _OF_ALL | {"messages", "tools", "n", "stream", "max_completion_tokens", "chat_template_kwargs"}
 ).union(VARIABLES)
@@ -137,6 +149,12 @@ def read_json(body: bytes, kind: type[_Kind]) -> _Kind:
         raise RefusedError(400, f"the request: {error}", "invalid_request") from None
 
 
+def has_no_effect(name: str) -> bool:
+    """Return whether a field that is left out is known to be, or is a kind of one: ``tools: web_search``."""
+    _, dot, inner = name.rpartition(".")
+    return f"{dot}{inner}" in LEFT_OUT or name in SAMPLED or name in VARIABLES or ": " in name
+
+
 def check_fields(fields: Mapping[str, Any], read: frozenset[str], note: Note, *, refuses: bool = False) -> None:
     """Check that nothing in a request is left aside that would change its prompt or its answer.
 
@@ -147,7 +165,7 @@ def check_fields(fields: Mapping[str, Any], read: frozenset[str], note: Note, *,
         RefusedError: a field has another value than a neutral one, or belongs into another place.
     """
     for name, got in fields.items():
-        if name in read or name in _HARMLESS or got in (None, "", [], {}):
+        if name in read or got in (None, "", [], {}):
             continue
         neutral = {**SAMPLED, **NEUTRAL}.get(name)
         if neutral is None and name not in OF_CHATS | _OF_GENERATE:

@@ -82,6 +82,7 @@ from async_rl.extensions.agents.front.requests import (
     RefusedError,
     RequestRules,
     generate_answer,
+    has_no_effect,
     read_generate,
     read_json,
 )
@@ -402,7 +403,9 @@ class Endpoints:
         """Log a field of requests that has no effect, once."""
         if name not in self._noted and len(self._noted) < _MAX_LOGGED:
             self._noted.add(name)
-            logger.warning("agents' calls have the field %.80r (first %.80r), which has no effect here", name, value)
+            what = "" if has_no_effect(name) else " and is not known: correct it if it is misspelled"
+            text = "agents' calls have the field %.80r (first %.80r), which has no effect here%s"
+            logger.warning(text, name, value, what)
 
     async def _wait(self, key: str, num_bytes: int) -> None:
         """Wait as long as a request with a key must. Keys without an open session share one rate."""
