@@ -29,6 +29,7 @@ from async_rl.config.generator import MAX_SESSION_CALLS, EnvironmentConfig
 from async_rl.environments.pool import EnvironmentPool, Event
 from async_rl.extensions.agents.calls import others_in, reply_to, request_of, wrong_in
 from async_rl.extensions.agents.front.messages import (
+    NO_LINE,
     Accept,
     Answered,
     Call,
@@ -330,7 +331,8 @@ class AgentRollouts:
         ids = np.frombuffer(call.token_ids, np.int32)
         try:
             if call.is_trained:
-                room = session.tokens.begin(call.call, ids, call.max_tokens)
+                line = NO_LINE if call.said is None else call.said.line
+                room = session.tokens.begin(call.call, ids, call.max_tokens, line)
             else:
                 room = session.tokens.begin_untrained(call.call, len(ids), call.max_tokens)
         except MustWaitError:

@@ -7,6 +7,9 @@ prompt or goes on from an answer that has been continued already, as a tree sear
 history was *rewritten*. What such a sequence repeats is no part of its loss. What sequences have in common at their
 beginning is computed once by the learner.
 
+The *main line* of chats is that of the first answer to a call with tools, or else of the first: its system prompt or
+its first message of the user. What a sub-agent, a title or a summary begins with is another one.
+
 An *untrained* call is in no sequence, and takes no room of the others. What goes on from it is given tokens.
 
 An answer that never reached the agent is *lost*, and leaves the sequences: the agent did not act on it. It did reach
@@ -24,6 +27,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from async_rl.extensions.agents.front.messages import NO_LINE, Line
 from async_rl.generator.backend import Sampled
 from async_rl.generator.open_sequence import OpenSequence
 from async_rl.records import FinishReason, TokenSequence
@@ -52,6 +56,7 @@ class _Running:
     branch: _Branch
     given: np.ndarray
     max_tokens: int
+    line: Line
 
 
 @dataclass(slots=True, eq=False)
@@ -67,6 +72,7 @@ class Answer:
     prompt_opened: str
     branch: _Branch
     number: int
+    line: Line = NO_LINE
 
 
 _NO_ANSWER = Answer(-1, "", "stop", "", _Branch(), 0)
@@ -110,7 +116,7 @@ class SessionTokens:
     Attributes:
         kinds: the number of calls that were answered, by their kind.
         num_lost: the number of answers that never reached the agent, those included whose sampling was stopped.
-        named: the call whose answer counts as the last one; None for the newest.
+        named: the call whose answer counts as the last one; None for the main line's newest.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -123,6 +129,7 @@ class SessionTokens:
         self._untrained: set[int] = set()
         self._doubtful: dict[int, Answer] = {}
         self._answers: list[Answer] = []
+        self._lines: set[Line] = set()
 
     @property
     def doubtful(self) -> list[int]:
@@ -145,21 +152,27 @@ class SessionTokens:
 
     @property
     def last(self) -> Answer:
-        """The answer that the rollout is judged by: the named or newest one; an empty one, of call -1, without any."""
-        named = (answer for answer in self._answers if answer.call == self.named)
-        return next(named, self._answers[-1] if self._answers else _NO_ANSWER)
+        """The answer that the rollout is judged by: the named one or the newest of the main line; an empty one, of call
+        -1, without any.
+        """
+        named = next((answer for answer in self._answers if answer.call == self.named), None)
+        lines = [answer.line for answer in self._answers]
+        main = next((line for line in lines if line.has_tools), next(iter(lines), NO_LINE))
+        of_main = (answer for answer in reversed(self._answers) if answer.line.is_of(main))
+        return named or next(of_main, _NO_ANSWER)
 
     @property
     def turn_tokens(self) -> list[int]:
         """The number of tokens of each answer, in the order of ``sequences``."""
         return [count for branch in self._branches for count in branch.open.answer_tokens]
 
-    def begin(self, call: int, prompt_ids: np.ndarray, max_tokens: int | None) -> int:
+    def begin(self, call: int, prompt_ids: np.ndarray, max_tokens: int | None, line: Line = NO_LINE) -> int:
         """Begin the call number ``call``. Return how many tokens its answer may have.
 
         Args:
             prompt_ids: its whole prompt, int32 [P], at least one token.
             max_tokens: the limit that the agent asks for; None for none.
+            line: its conversation. One of token ids has none.
 
         Raises:
             NoRoomError: a limit of the rollout leaves no room.
@@ -169,7 +182,7 @@ class SessionTokens:
         if not self._branches and not self.num_lost and len(prompt_ids) > limits.first_prompt:
             text = f"the first prompt has {len(prompt_ids)} tokens, sampling.max_prompt_tokens = {limits.first_prompt}"
             raise NoRoomError(text, "sampling.max_prompt_tokens")
-        branch, kind = self._place(prompt_ids)
+        branch, kind = self._place(prompt_ids, line)
         given = prompt_ids if branch is None else prompt_ids[len(branch.token_ids) :]
         room = self._room(len(prompt_ids), len(given), max_tokens)
         if branch is None:
@@ -178,7 +191,8 @@ class SessionTokens:
         elif (answer := self._answer_at_end(branch)) is not None:
             del self._doubtful[answer]  # the agent has it, or it could not go on from it
         branch.held_by = call
-        self._running[call] = _Running(branch, given, room), kind
+        self._running[call] = _Running(branch, given, room, line), kind
+        self._lines.add(line)
         return room
 
     def begin_untrained(self, call: int, num_prompt: int, max_tokens: int | None) -> int:
@@ -207,7 +221,7 @@ class SessionTokens:
         branch.ends.append(len(branch.token_ids))
         branch.held_by = None
         self._doubtful[call] = Answer(
-            call, sampled.text, sampled.finish_reason, sampled.prompt_opened, branch, len(branch.ends)
+            call, sampled.text, sampled.finish_reason, sampled.prompt_opened, branch, len(branch.ends), running.line
         )
         self._answers.append(self._doubtful[call])
         self.kinds[kind] += 1
@@ -242,13 +256,13 @@ class SessionTokens:
         """Return the counts of calls by kind, and of lost ones, for metrics."""
         return {**self.kinds, "lost": self.num_lost}
 
-    def _place(self, prompt_ids: np.ndarray) -> tuple[_Branch | None, CallKind]:
+    def _place(self, prompt_ids: np.ndarray, line: Line) -> tuple[_Branch | None, CallKind]:
         """Return the branch that a prompt continues, or None, and the kind of its call."""
         begun = [branch for branch in self._branches if branch.ends and _is_prefix(branch.token_ids, prompt_ids)]
         free = [branch for branch in begun if branch.held_by is None]
         if free:
             return max(free, key=lambda branch: len(branch.token_ids)), "continued"
-        if not self._branches:
+        if not self._branches or not any(map(line.is_of, self._lines)):
             return None, "first"
         is_known = bool(begun) or any(self._shares(branch, prompt_ids) for branch in self._branches)
         return None, "branched" if is_known else "rewritten"

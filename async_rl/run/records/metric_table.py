@@ -83,10 +83,10 @@ METRIC_SECTIONS: dict[str, dict[str, str]] = {
         "grading/<counter>": "Count of the rewards, over the generators that are alive, since their start, such as "
         "judge_requests, judge_prompt_tokens, verifier_timed_out or code_tests_passed.",
         "agent/<counter>": "Count of the agents' calls (generator.serve), over the generators that are alive, since "
-        "their start: sessions that have ended; calls that were the first of one, that continued a sequence, branched "
-        "off or had a rewritten history, or were untrained; answers that were lost because they never reached the "
-        "agent; tool_calls that answers asked for; and the sums of the sessions' seconds, sampling_s and own_s, as "
-        "below.",
+        "their start: sessions that have ended; calls that were the first of a conversation, that continued a "
+        "sequence, branched off or had a rewritten history, or were untrained; answers that were lost because they "
+        "never reached the agent; tool_calls that answers asked for; and the sums of the sessions' seconds, sampling_s "
+        "and own_s, as below.",
         "agent/tool_calls_mean": "Mean number of tool calls that the answers of a rollout ask for; only with agents.",
         "agent/sampling_s_mean": "Mean seconds of a rollout in which its agent waits for an answer; only with agents.",
         "agent/own_s_mean": "Mean seconds of a rollout in which its agent works by itself, with tools for example; "

@@ -137,6 +137,11 @@ def test_thoughts_that_the_template_would_drop_stay_in_the_sequence():
     assert continues(prompt, token_ids, after)
     assert "2 and 3" in chat.decode(after.token_ids)
     assert "2 and 3" not in chat.renderer.render([ASKED, message, MORE], None)
+    for name, own in (
+        ("qwen3_6", {"preserve_thinking": True}),
+        ("nemotron_3_nano", {"truncate_history_thinking": False}),
+    ):
+        assert "2 and 3" in Chat(name).renderer.render([ASKED, message, MORE], None, own)
 
 
 @pytest.mark.parametrize("cut", [True, False])

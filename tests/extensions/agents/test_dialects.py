@@ -90,6 +90,19 @@ def test_a_conversation_in_messages_goes_on_from_the_sampled_ids(server: Server)
     ]  # fmt: skip
 
 
+def test_claude_code_s_compacted_conversation_is_the_main_line_and_sub_agents_and_titles_are_not(server: Server):
+    server.script = ["5"] * 4
+    said = {name: [{"role": "user", "content": name}] for name in ("So far.", "Search.", "<session>What is 2+3?")}
+    bodies = [
+        CLAUDE, {**CLAUDE, "messages": said["So far."]},
+        {**CLAUDE, "messages": said["Search."], "system": "You search."},
+        {**CLAUDE, "messages": said["<session>What is 2+3?"], "system": "Write a title.", "tools": []},
+    ]  # fmt: skip
+    assert [post(server, "/v1/messages", body)[0] for body in bodies] == [200] * 4
+    main, *others = [call.said.line for call in server.calls if call.said]
+    assert [(one.is_of(main), one.has_tools) for one in others] == [(True, True), (False, True), (False, False)]
+
+
 def test_messages_are_a_chat_of_a_form_that_most_templates_take():
     thought = [{"type": "thinking", "thinking": "hm"}, {"type": "redacted_thinking"}, text("b")]
     mixed = [{"type": "tool_result", "tool_use_id": "t1", "content": [text("5"), text("6")]}, text("c"), text("d")]

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from async_rl.extensions.agents.front.messages import NO_LINE, Line
 from async_rl.extensions.agents.session_tokens import Limits, MustWaitError, NoRoomError, SessionTokens
 from async_rl.generator.backend import Sampled
 from async_rl.records import NO_VERSION
@@ -66,6 +67,35 @@ def test_what_a_call_repeats(calls: list[Any], kind: str, sequences: list[list[i
     assert [one.token_ids.tolist() for one in session.sequences()] == sequences
     assert sum(int(one.loss_mask.sum()) for one in session.sequences()) == num_trained
     assert session.counts()[kind] > 0
+
+
+MAIN, COMPACTED, HANDED = Line(b"main", b"task", True), Line(b"main", b"so far", True), Line(b"expert", b"task", True)
+HELPER, TITLE, WRITER = Line(b"helper", b"part", True), Line(b"title", b"about"), Line(b"writer", b"task")
+
+
+@pytest.mark.parametrize(
+    ("lines", "judged", "num_first"),
+    [
+        ([MAIN, HELPER, MAIN, HELPER], 2, 2),
+        ([TITLE, MAIN, HELPER], 1, 3),  # a title has no tools
+        ([MAIN, COMPACTED, TITLE], 1, 2),
+        ([MAIN, HANDED, HELPER], 1, 2),  # another agent goes on with the task
+        ([WRITER, TITLE], 0, 2),
+        ([NO_LINE, NO_LINE], 1, 1),  # token ids
+    ],
+)
+def test_the_last_answer_of_the_main_line_counts_and_other_lines_have_no_rewritten_history(
+    lines: list[Line], judged: int, num_first: int
+):
+    session = SessionTokens(WIDE)
+    for call, line in enumerate(lines):
+        session.begin(call, ids(10 + call), None, line)
+        session.answer(call, sampled(7))
+    assert session.last.call == judged
+    counts = session.counts()
+    assert (counts["first"], counts["rewritten"]) == (num_first, len(lines) - num_first)
+    session.named = 0
+    assert session.last.call == 0
 
 
 def test_an_answer_that_never_arrived_leaves_the_loss():

@@ -28,6 +28,7 @@ from async_rl.extensions.agents.front.conversations import (
     Conversations,
     Tools,
     Variables,
+    line_of,
     share_again,
 )
 from async_rl.extensions.agents.front.demands import FIELDS, Demand, demand_of
@@ -282,7 +283,7 @@ def _variables_of(raw: Mapping[str, Any], renderer: ChatRenderer, note: Note) ->
 def chat_call(wanted: ChatRequest, prompt: ChatPrompt, number: int, key: str, choice: int) -> Call:
     """Return the call for one choice of the answer. Each choice has a seed of its own."""
     messages = msgspec.json.encode(wanted.messages[prompt.num_known :])
-    said = Said(messages, None if prompt.known is None else prompt.known.call)
+    said = Said(messages, prompt.known and prompt.known.call, line_of(wanted.messages, wanted.tools))
     token_ids = prompt.token_ids.astype("<i4").tobytes()
     return Call(
         number, key, token_ids, max_tokens=wanted.max_tokens, said=said, is_trained=wanted.is_trained,

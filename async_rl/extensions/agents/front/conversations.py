@@ -24,6 +24,7 @@ import numpy as np
 
 from async_rl.data.spellings import unguarded
 from async_rl.data.template_forms import joined_text, with_arguments
+from async_rl.extensions.agents.front.messages import Line
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]] | None
@@ -212,6 +213,13 @@ def _digests(messages: Sequence[Message], tools: Tools, own: Variables) -> tuple
         digest = _digest(digest, message)
         found.append(digest)
     return tuple(found)
+
+
+def line_of(messages: Sequence[Message], tools: Tools) -> Line:
+    """Return what tells a conversation from others of its session."""
+    first = next((place for place, one in enumerate(messages) if one.get("role") == "user"), len(messages))
+    system, asked = ((b"", *_digests(part, None, {}))[-1] for part in (messages[:first], messages[first : first + 1]))
+    return Line(system, asked, bool(tools))
 
 
 def _digest(before: bytes, message: Message) -> bytes:

@@ -89,11 +89,29 @@ class Offered(msgspec.Struct, tag=True, frozen=True):
 # To the generator.
 
 
+class Line(msgspec.Struct, frozen=True):
+    """What tells a session's conversations apart: digests of the system's messages at the beginning and of the user's
+    first one, and whether there are tools.
+    """
+
+    system: bytes = b""
+    asked: bytes = b""
+    has_tools: bool = False
+
+    def is_of(self, other: Line) -> bool:
+        """Whether both are one conversation, which may have been compacted or handed to another system prompt."""
+        return self.system == other.system or self.asked == other.asked
+
+
+NO_LINE = Line()
+
+
 class Said(msgspec.Struct, frozen=True):
     """The messages of a chat, as JSON: those that follow the answer to the call ``after``, or all if it is None."""
 
     messages: bytes
     after: int | None
+    line: Line = NO_LINE
 
 
 class Call(msgspec.Struct, tag=True, frozen=True):
