@@ -115,7 +115,7 @@ class Front:
         self.runner = asyncio.Runner()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if record.args and "which has no effect" in record.msg:
+        if isinstance(record.args, tuple) and "which has no effect" in record.msg:
             self.named.append(str(record.args[0]))
         return False
 
