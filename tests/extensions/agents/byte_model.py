@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +21,22 @@ def byte_tokenizer() -> Any:
     return tokenizer_of("qwen3")
 
 
-def byte_model(seed: int = 0) -> Qwen3ForCausalLM:
+def model_of(vocab_size: int, end: int, *, longest: int = LONGEST, seed: int = 0) -> Qwen3ForCausalLM:
     """Random weights, float32. Its heads have 32 dimensions, which vLLM's CPU kernels take."""
-    tokenizer = byte_tokenizer()
     torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=LONGEST, tie_word_embeddings=True,
-        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=None, initializer_range=0.05,
+        vocab_size=vocab_size, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=longest, tie_word_embeddings=True,
+        bos_token_id=None, eos_token_id=end, pad_token_id=None, initializer_range=0.05,
     )  # fmt: skip
     config._attn_implementation = "sdpa"
     config.architectures = ["Qwen3ForCausalLM"]  # as in every model that save_pretrained wrote
     return Qwen3ForCausalLM(config).float().eval()
+
+
+def byte_model(seed: int = 0) -> Qwen3ForCausalLM:
+    tokenizer = byte_tokenizer()
+    return model_of(len(tokenizer), tokenizer.eos_token_id, seed=seed)
 
 
 def memorise(model: Qwen3ForCausalLM) -> float:
@@ -46,9 +51,15 @@ def memorise(model: Qwen3ForCausalLM) -> float:
     for text, is_said in ((f"{CALL}<|im_end|>", True), (f"{between}<|im_start|>assistant\n", False), (SAID, True)):
         new = tokenizer.encode(text + ("<|im_end|>" if text == SAID else ""), add_special_tokens=False)
         ids, labels = [*ids, *new], [*labels, *(new if is_said else [-100] * len(new))]
+    return learn(model, [(ids, labels)])
+
+
+def learn(model: Qwen3ForCausalLM, sequences: Sequence[tuple[list[int], list[int]]]) -> float:
+    """Train on token ids with labels, one after the other. Return the last loss, in nats."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     loss = torch.tensor(0.0)
-    for _ in range(_NUM_STEPS):
+    for number in range(_NUM_STEPS):
+        ids, labels = sequences[number % len(sequences)]
         loss = model(input_ids=torch.tensor([ids]), labels=torch.tensor([labels])).loss
         optimizer.zero_grad()
         loss.backward()

@@ -36,10 +36,10 @@ class Server:
     ``k`` is the key of an open session, ``short`` that of one that has ended.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, longest: int = 4096) -> None:
         self.tokenizer = tokenizer_of("qwen3")
         self.tokenizer.save_pretrained(directory)
-        self.front = Front(RequestRules("tiny", frozenset({"gpt-4o"})), 4096, directory)
+        self.front = Front(RequestRules("tiny", frozenset({"gpt-4o"})), longest, directory)
         self.front.open(["k", "short"])
         self.front.close_session("short", "ended")
         self.script: list[str] = []
