@@ -59,7 +59,8 @@ with openai.OpenAI() as client:
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": "Done."})
 """
 CLAUDE = (
-    "CLAUDE_CODE_DISABLE_TERMINAL_TITLE=1 claude -p --output-format stream-json --verbose --model policy --tools Write --allowedTools Write "
+    "CLAUDE_CODE_DISABLE_TERMINAL_TITLE=1 claude -p --output-format stream-json --verbose --model policy "
+    "--tools Write --allowedTools Write "
     "--system-prompt 'You write files.' 'Write hello to hello.txt'"
 )
 CODEX = (
