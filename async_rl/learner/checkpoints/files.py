@@ -5,8 +5,7 @@
     checkpoints/
         latest           the name of the newest committed checkpoint, one line
         step-000100/     engine files, extra.msgpack (trainer's state, queue's snapshot), hf/ (config, tokenizer),
-                         digests.json (``digests.py``); critic/ (engine files, hf/) with a critic, without hf/
-                         if it is a head on the policy
+                         digests.json (``digests.py``); critic/ (engine files, hf/) with a critic
         step-*.damaged-* a checkpoint that was damaged when a learner started (``resume.py``)
         .partial-*/      a checkpoint that is being written, or that a dead process left incomplete
 
