@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 
+from async_rl.config.generator import BACKENDS
+
 ROOT = Path(__file__).resolve().parent.parent
 PLACE = ROOT / "deploy/container"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 IMAGES = ("cpu", "cuda")
 
 
@@ -94,7 +97,10 @@ def test_versions_are_those_of_the_project():
     assert f"\nTORCH := {ARGUMENTS['TORCH']}\n" in makefile
     assert f"\nCPU_INDEX := {ARGUMENTS['CPU_INDEX']}\n" in makefile
     assert f"\ntorch=={ARGUMENTS['TORCH']}\n" in constraints
-    assert [f"vllm=={ARGUMENTS['VLLM_IMAGE'].partition(':v')[2]}"] == PROJECT["optional-dependencies"]["vllm"]
+    vllm = f"vllm=={ARGUMENTS['VLLM_IMAGE'].partition(':v')[2]}"
+    assert [vllm] == PROJECT["optional-dependencies"]["vllm"]
+    assert vllm in BACKENDS["vllm"].install
+    assert f"torch{next(one for one in PROJECT['dependencies'] if one.startswith('torch')).partition(',')[2]}" in README
 
 
 @pytest.mark.parametrize("image", IMAGES)

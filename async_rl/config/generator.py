@@ -90,7 +90,7 @@ BACKENDS: Mapping[str, BackendCapabilities] = MappingProxyType(
             min_temperature=0.01,  # at lower settings vLLM samples at a higher temperature than requested
             package="vllm",
             package_version="0.32",
-            install='pip install "async-rl[vllm]" (with a GPU; without one see docs/engines.md)',
+            install="pip install vllm==0.32.0 (with a GPU; without one see docs/engines.md)",
             needs_cuda_for_auto=True,
         ),
         "transformers": BackendCapabilities(

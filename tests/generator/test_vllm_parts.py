@@ -222,8 +222,8 @@ NO_TRITON = {"vllm": SimpleNamespace(), "vllm.triton_utils": SimpleNamespace(HAS
 @pytest.mark.parametrize(
     ("modules", "check", "told"),
     [
-        ({"vllm": None}, check_installed, r"needs vllm 0\.32.*pip install \"async-rl\[vllm\]\""),
-        ({"vllm": SimpleNamespace(__version__="0.31.2")}, check_installed, r"expected vLLM 0\.32\.\*, got 0\.31\.2"),
+        ({"vllm": None}, check_installed, r"needs vllm 0\.32.*pip install vllm==0\.32\.0"),
+        ({"vllm": SimpleNamespace(__version__="0.33.0")}, check_installed, r"got 0\.33\.0: .* vllm==0\.32\.0"),
         (NO_TRITON, lambda: check_model_runner("v2"), r'experimental\.vllm\.model_runner: expected "v1"'),
         (NO_TRITON, lambda: check_model_runner("v1"), ""),
         (NO_TRITON, lambda: check_model_runner(None), ""),

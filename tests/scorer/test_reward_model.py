@@ -225,7 +225,7 @@ def test_without_vllm_the_command_says_how_to_install_it_and_exits_2(
     config = write_config(tmp_path / "run.toml", raw_config({"a": {"backend": "vllm"}}))
     message = refusal(capsys, "scorer", str(config))
     assert 'scorer.a.backend = "vllm" needs vllm' in message
-    assert 'pip install "async-rl[vllm]"' in message
+    assert "pip install vllm==0.32.0" in message
 
 
 def test_a_model_that_pools_in_its_own_way_is_refused(tmp_path: Path):
