@@ -8,6 +8,8 @@
 #                              MINUTES=40: stop then, and go on with the same command
 #   make test-vllm             the tests that need vLLM, in an environment of their own with its CPU build
 #   make test-vllm-v2          vLLM's model runner v2 on a CPU, its kernels interpreted: fifteen minutes
+#   make test-vllm-names VLLM=0.33.0    what another release of vLLM, CUDA or not, lacks of the names that we use
+#   make try-release TORCH=2.14.1 TRANSFORMERS=5.24.0    quickstart and tests with other releases, in a fresh .venv-try
 #   make test-loggers          the tests of TensorBoard, Trackio and MLflow, in an environment of their own
 #   make test-agents           agent clients of others against our endpoint, each in an environment that a cache keeps
 #   make test-fake-cuda        what only a CUDA device takes, on tensors without values: a minute or two, no GPU
@@ -41,7 +43,7 @@ VLLM_PIP := $(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart quickstart-compare test test-all test-extension test-long test-vllm test-vllm-v2 \
-  test-loggers test-agents test-fake-cuda test-gpu gpu-smoke check site
+  test-vllm-names try-release test-loggers test-agents test-fake-cuda test-gpu gpu-smoke check site
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -80,6 +82,24 @@ RUNNER_TESTS := tests/vllm/test_vllm_conformance.py tests/vllm/test_vllm_parity.
 test-vllm-v2: $(VLLM_INSTALLED)
 	PYTHONPATH=$(CURDIR)/tests/vllm/interpreted TRITON_INTERPRET=1 VLLM_USE_V2_MODEL_RUNNER=1 \
 	  $(VLLM_VENV)/bin/python -m pytest -m vllm -k "not v1" $(RUNNER_TESTS)
+
+# Its sources are read over the dependencies of the pinned release. Its compiled parts may need a GPU's driver.
+NAMES := $(abspath $(VLLM_VENV))/other
+test-vllm-names: $(VLLM_INSTALLED)
+	rm -rf $(NAMES)
+	$(VLLM_VENV)/bin/python -m pip download --quiet --no-deps -d $(NAMES) "vllm==$(VLLM)"
+	$(VLLM_VENV)/bin/python -m zipfile -e $(NAMES)/vllm-*.whl $(NAMES)
+	find $(NAMES) -name '*.so' -delete
+	PYTHONPATH=$(NAMES) $(VLLM_VENV)/bin/python -m pytest -vv -m vllm tests/vllm/test_signatures.py
+
+# Under our constraints, but for what these two choose.
+try-release:
+	$(PYTHON) -m venv --clear .venv-try
+	grep -vE '^(torch|transformers|huggingface_hub|tokenizers|setuptools)==' constraints.txt > .venv-try/constraints.txt
+	.venv-try/bin/python -m pip install --quiet -c .venv-try/constraints.txt -e ".[dev]" "torch==$(TORCH)" \
+	  "transformers==$(TRANSFORMERS)"
+	.venv-try/bin/async-rl quickstart; quickstart=$$?; \
+	  .venv-try/bin/python -m pytest $(PARALLEL) && exit $$quickstart
 
 test-loggers: $(LOGGERS_INSTALLED)
 	$(LOGGERS_VENV)/bin/python -m pytest -m "not long" tests/extensions/ops/sinks/test_loggers.py $(PIECE)
