@@ -44,13 +44,13 @@ def apply_template(
     Raises:
         Exception: whatever the template's author wrote.
     """
-    _, chat, names = _given(tokenizer, messages, arguments)
-    render: Any = partial(tokenizer.apply_chat_template, add_generation_prompt=open_turn, return_dict=False)
+    template, chat, names = _given(tokenizer, messages, arguments)
+    render = partial(_rendered, tokenizer, template, open_turn=open_turn)
     control = control_of(tokenizer)
-    plain, plain_names = control.unguarded([chat, names])
+    text, (plain, plain_names) = render(chat, names), control.unguarded([chat, names])
     if (plain, plain_names) == (chat, names):
-        return render(chat, tokenize=tokenize, **names)
-    text, plain_text = render(chat, tokenize=False, **names), render(plain, tokenize=False, **plain_names)
+        return tokenizer(text, add_special_tokens=False)["input_ids"] if tokenize else text
+    plain_text = render(plain, plain_names)
     if control.unguarded(text) != plain_text or not tokenizer.is_fast or max(plain_text, default="") >= PRIVATE:
         raise ModelError(
             f"expected a content without a control token, or a chat template that does not look for it, a tokenizer "
@@ -58,6 +58,17 @@ def apply_template(
             f'{type(tokenizer).__name__}; remove it, or set data.special_tokens_in_content = "token"'
         )
     return encoded(tokenizer, text)[0] if tokenize else text
+
+
+def _rendered(
+    tokenizer: PreTrainedTokenizerBase, template: str, chat: Sequence[Any], names: Mapping[str, Any], *, open_turn: bool
+) -> str:
+    """Return what ``tokenizer.apply_chat_template`` does, which drops a null content that ``template`` may ask for."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    render: Any = render_jinja_template
+    names = {**tokenizer.special_tokens_map, **names}
+    return render([chat], chat_template=template, add_generation_prompt=open_turn, **names)[0][0]
 
 
 def _given(
