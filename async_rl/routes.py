@@ -41,12 +41,10 @@ class Family:
     Attributes:
         router: the name of their class. A router returns its logits [T, E], the weights [T, K] and the experts [T, K].
         gates: how it computes the weights.
-        logits: the place of the logits in what it returns, 0 or 2. The experts have the other of these places.
     """
 
     router: str
     gates: Gates
-    logits: Literal[0, 2] = 0
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -56,7 +54,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "mixtral": Family("MixtralTopKRouter", "softmax"),
         "olmoe": Family("OlmoeTopKRouter", "softmax"),
         "gpt_oss": Family("GptOssTopKRouter", "chosen_softmax"),
-        "granitemoe": Family("GraniteMoeTopKRouter", "chosen_softmax", logits=2),
+        "granitemoe": Family("GraniteMoeTopKRouter", "chosen_softmax"),
         "deepseek_v3": Family("DeepseekV3TopkRouter", "sigmoid"),
         "glm4_moe": Family("Glm4MoeTopkRouter", "sigmoid"),
     }
@@ -81,6 +79,14 @@ class RoutingShape:
     @property
     def bytes_per_token(self) -> int:
         return self.num_layers * self.top_k * self.dtype.itemsize
+
+
+def in_order(output: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return logits, weights and experts of a router's ``output``, which has the experts, integers, at either end.
+
+    Granite's end depends on the version of transformers.
+    """
+    return output if output[0].is_floating_point() else output[::-1]
 
 
 def family_of(model_type: str, key: str = "model.routing_replay") -> Family:

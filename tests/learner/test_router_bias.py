@@ -63,4 +63,4 @@ def test_checkpoint_and_export_keep_the_bias_in_float32(tmp_path: Path, lora: di
     export_checkpoint(tmp_path / "checkpoint", tmp_path / "export")
     exported = load_file(tmp_path / "export" / "model.safetensors")
     assert torch.equal(exported[BIAS], EXPECTED)
-    assert exported["model.layers.1.mlp.gate.weight"].dtype == torch.bfloat16
+    assert exported["model.layers.1.self_attn.o_proj.weight"].dtype == torch.bfloat16

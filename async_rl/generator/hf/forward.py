@@ -17,6 +17,7 @@ tokens, E = hidden size, Q = query heads, H = KV heads, G = Q / H, D = head dime
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -60,6 +61,15 @@ class Forward(Protocol):
         ...
 
 
+def cache_name(model: PreTrainedModel) -> str:
+    """Return the name of the cache in what ``model`` takes and returns: ``cache`` in newer versions of transformers.
+
+    In older ones models with nothing but state space layers have another name for it than the others.
+    """
+    arguments = inspect.signature(model.forward).parameters
+    return next((name for name in ("cache", "cache_params") if name in arguments), "past_key_values")
+
+
 def make_forward(model: PreTrainedModel) -> Forward:
     """Return the fastest forward pass that fits ``model``. All of them give the same logits."""
     return LlamaForward(model) if LlamaForward.fits(model) else TransformersForward(model)
@@ -72,15 +82,15 @@ class TransformersForward:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
+        self._model, self._cache_name = model, cache_name(model)
 
     def decode(self, ids_R: Tensor, positions_R: Tensor, cache: SlotCache) -> Tensor:
         output = self._model(
             input_ids=ids_R[:, None],
             attention_mask=~cache.hidden_RN[:, None, None],
             position_ids=positions_R[:, None],
-            past_key_values=cache,
             use_cache=True,
+            **{self._cache_name: cache},
         )
         return output.logits[:, -1]
 
@@ -93,8 +103,8 @@ class TransformersForward:
             input_ids=ids_BT,
             attention_mask=mask_TT[None, None].expand(len(ids_BT), -1, -1, -1),
             position_ids=positions_T.expand(len(ids_BT), -1),
-            past_key_values=cache,
             use_cache=True,
+            **{self._cache_name: cache},
         )
         return cache
 

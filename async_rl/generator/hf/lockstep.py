@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from async_rl.generator.hf.forward import cache_name
 from async_rl.generator.hf.routing import RouteRecorder
 from async_rl.routes import RouteArray
 
@@ -65,10 +66,8 @@ class LockstepRows:
         self._model: Any = model
         self._attention = attention
         self.has_cache = has_cache
-        # Models with nothing but state space layers have another name for it.
-        arguments = inspect.signature(model.forward).parameters
-        self._cache_name = "cache_params" if "cache_params" in arguments else "past_key_values"
-        self._takes_positions = "position_ids" in arguments
+        self._cache_name = cache_name(model)
+        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self._cohorts: list[_Cohort] = []
 
     def prefixes(self, sequences: Sequence[np.ndarray]) -> list[Any]:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from async_rl.routes import RouteArray, RoutingShape, family_of, routers_of
+from async_rl.routes import RouteArray, RoutingShape, in_order, routers_of
 
 T = TypeVar("T")
 
@@ -28,7 +28,7 @@ class RouteRecorder:
             ModelError: the model has no experts, or its routers are not understood.
         """
         model_type = model.config.get_text_config(decoder=True).model_type
-        routers, self._logits = routers_of(model, model_type), family_of(model_type).logits
+        routers = routers_of(model, model_type)
         self.shape = RoutingShape(len(routers), routers[0].num_experts, routers[0].top_k)
         self._chosen: list[Tensor] | None = None
         for router in routers:
@@ -36,7 +36,7 @@ class RouteRecorder:
 
     def _keep(self, router: nn.Module, inputs: Any, output: tuple[Tensor, ...]) -> None:
         if self._chosen is not None:
-            self._chosen.append(output[2 - self._logits])
+            self._chosen.append(in_order(output)[2])
 
     def record(self, run: Callable[[], T]) -> tuple[T, RouteArray]:
         """Return the result of ``run``, and the routes [N, L, K] of the tokens of its forward passes, in order."""

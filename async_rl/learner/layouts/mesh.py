@@ -73,4 +73,5 @@ class Mesh:
 def _set_timeout(mesh: DeviceMesh, timeout: timedelta) -> None:
     """Set it for every group of the mesh, which torch gives its own default: 10 minutes for NCCL, 30 for gloo."""
     for group in mesh.get_all_groups():
-        distributed_c10d._set_pg_timeout(timeout, group)
+        # Public from torch 2.14 on.
+        getattr(distributed_c10d, "set_timeout", distributed_c10d._set_pg_timeout)(timeout, group)

@@ -222,7 +222,7 @@ class PolicyModel(nn.Module):
         self._padded_attention = "eager" if caps_attention(causal_lm.config) else native
         self.eval()
         self.use(packing)
-        if causal_lm.is_gradient_checkpointing:
+        if any(getattr(module, "gradient_checkpointing", False) for module in causal_lm.modules()):
             for layer in self.decoder_layers:
                 # Not the layer's children: transformers needs only the layer in training mode to recompute activations.
                 layer.training = True

@@ -34,7 +34,8 @@ def recompute(model: PreTrainedModel, how: Recomputation) -> None:
         return
     if how in _KEPT:
         settings["context_fn"] = partial(create_selective_checkpoint_contexts, partial(_policy, _KEPT[how]))
-    model.gradient_checkpointing_enable(settings)
+    enable: Any = getattr(model, "activation_checkpointing_enable", None)  # its name in newer versions
+    (enable or model.gradient_checkpointing_enable)(settings)
 
 
 def _policy(kept: frozenset[str], context: Any, operation: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:

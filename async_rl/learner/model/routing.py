@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from async_rl.routes import Family, check_balanced, family_of, routers_of
+from async_rl.routes import Family, check_balanced, family_of, in_order, routers_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -139,7 +139,7 @@ class RouterHooks:
         family = self._family
 
         def replay(router: nn.Module, inputs: Any, output: Outputs) -> Outputs | None:
-            logits_NE, weights_NK, own_NK = output[family.logits], output[1], output[2 - family.logits]
+            logits_NE, weights_NK, own_NK = in_order(output)
             if self._recorded is not None:
                 self._recorded[layer] = own_NK
             if torch.is_grad_enabled():
@@ -150,7 +150,8 @@ class RouterHooks:
             if self._is_counting:
                 self._count(own_NK, chosen_NK)
             weights_NK = gates(family, router, logits_NE, chosen_NK).to(weights_NK.dtype)
-            return (chosen_NK, weights_NK, logits_NE) if family.logits else (logits_NE, weights_NK, chosen_NK)
+            replayed = logits_NE, weights_NK, chosen_NK
+            return replayed if output[0] is logits_NE else replayed[::-1]
 
         return replay
 
