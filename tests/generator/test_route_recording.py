@@ -14,7 +14,7 @@ from async_rl.generator.hf.backend import TransformersBackend
 from async_rl.generator.hf.lockstep import LockstepRows
 from async_rl.generator.hf.rows import SlotRows
 from async_rl.generator.rollouts import whole_sequence
-from async_rl.routes import FAMILIES, routers_of
+from async_rl.routes import FAMILIES, in_order, routers_of
 from tests.generator.leases import make_lease
 from tests.learner.moe import loaded, moe_model
 
@@ -40,9 +40,8 @@ def full_routes(model: Any, sampled: Sampled) -> np.ndarray:
     """The experts that one pass over the whole text chooses, but for its last token, [P + N - 1, L, K]."""
     model_type = model.config.model_type
     found: list[torch.Tensor] = []
-    place = 2 - FAMILIES[model_type].logits
     hooks = [
-        router.register_forward_hook(lambda _module, _inputs, output: found.append(output[place]))
+        router.register_forward_hook(lambda _module, _inputs, output: found.append(in_order(output)[2]))
         for router in routers_of(model, model_type)
     ]
     ids = np.concatenate([sampled.prompt_ids, sampled.token_ids])[None, :-1].astype(np.int64)
