@@ -46,7 +46,6 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def check_quickstart(printed: str, directory: Path) -> None:
     assert "finished: 6 steps" in printed
-    assert "what asynchrony gained (estimate): " in printed
     assert "async-rl init my.toml" in printed
     assert (directory / "runs/quickstart/finished.json").exists()
     assert [path.name for path in directory.iterdir()] == ["runs"]

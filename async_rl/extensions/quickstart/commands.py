@@ -43,8 +43,7 @@ def quickstart(
 
     The small model needs about a minute and no download: it learns to carry in sums. SmolLM2 learns to keep to short
     instructions, in about half an hour. Each step is a command that is printed before it runs. Task and model are kept
-    for the next time; an earlier run is moved aside, never deleted. The end says what asynchrony gained: estimated, or
-    with --compare measured.
+    for the next time; an earlier run is moved aside, never deleted. With --compare the end says what asynchrony gained.
 
     \b
     Examples:

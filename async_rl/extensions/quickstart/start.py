@@ -1,4 +1,4 @@
-"""``async-rl quickstart``: warm start, run, what asynchrony gained, and the next commands."""
+"""``async-rl quickstart``: warm start, run, what asynchrony gained if that is asked, and the next commands."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from pathlib import Path
 
 from async_rl.config.loading import load_config
 from async_rl.errors import ConfigError
-from async_rl.extensions.insight.comparison.summary import summarise
-from async_rl.extensions.quickstart.gain import estimated_gain, measured_gain
+from async_rl.extensions.insight.comparison.summary import RunSummary, summarise
 from async_rl.extensions.quickstart.prepare import make_task, run_command, say, write_config
 from async_rl.extensions.quickstart.tasks import Task
 from async_rl.launch.summary import next_lines
@@ -44,10 +43,17 @@ def run_quickstart(task: Task, seed: int, overrides: Sequence[str], *, compare: 
         run_command("launch", path, "--fresh", "--no-next", *settings, *on_policy)
         run_command("compare", str(run_dir), str(other))
         say(measured_gain(summarise(run_dir), summarise(other)))
-    else:
-        say(estimated_gain(summarise(run_dir)))
     report, _ = next_lines(RunDir(run_dir), config)
     say(*path_lines(), report, "      async-rl init my.toml    # writes the config of a run of your own")
+
+
+def measured_gain(run: RunSummary, on_policy: RunSummary) -> str:
+    """Return a line that compares the steps per second of a run and of one at bound 0. ``compare`` has the rest."""
+    ratio = run.steps_per_s / on_policy.steps_per_s
+    return (
+        f"what asynchrony gained: {run.steps_per_s:.3g} steps/s instead of {on_policy.steps_per_s:.3g} at "
+        f"queue.max_staleness = 0, {ratio:.2f} times as many"
+    )
 
 
 def path_lines() -> list[str]:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.extensions.quickstart.start import path_lines
+from async_rl.extensions.quickstart.start import measured_gain, path_lines
+from tests.extensions.insight.runs import a_run
 from tests.refusal import refusal
 
 
@@ -41,3 +42,10 @@ def test_a_shell_that_does_not_find_the_command_is_told_how(tmp_path: Path, monk
     assert path_lines() == []
     monkeypatch.setenv("UV", "/usr/bin/uv")  # `uv tool run` changed the path, and for this process only
     assert path_lines() == [line]
+
+
+def test_the_measured_gain_is_the_ratio_of_the_speeds(tmp_path: Path):
+    # 2 and 1.25 steps/s.
+    assert measured_gain(a_run(tmp_path / "run", 4, 0.5), a_run(tmp_path / "run-on-policy", 0, 0.8)) == (
+        "what asynchrony gained: 2 steps/s instead of 1.25 at queue.max_staleness = 0, 1.60 times as many"
+    )
