@@ -141,8 +141,7 @@ def sweep(
         typer.Option(
             "--over",
             metavar="KEY=V1,V2,...",
-            help="The key that differs between the runs, and its values. Of queue.max_staleness alone, without values, "
-            "those are taken that async-rl plan proposes for CONFIG's run.",
+            help="The key that differs between the runs, and its values.",
         ),
     ],
     overrides: Overrides = None,
@@ -168,11 +167,6 @@ def sweep(
     from async_rl.process.child import exit_on_sigterm
 
     exit_on_sigterm()
-    if over.strip() == "queue.max_staleness":
-        from async_rl.extensions.insight.plan.table import propose_bounds
-
-        over = f"{over.strip()}={','.join(map(str, propose_bounds(config, overrides or [])))}"
-        typer.echo(f"async-rl plan proposes --over {over}", err=True)
     variants = plan_sweep(config, overrides or [], over, seeds)
     _launch_all(config, variants, quiet=quiet)
     run_dirs = [variant.run_dir for variant in variants]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from async_rl.extensions.insight.plan import simulation
 from async_rl.extensions.insight.plan.lengths import Lengths, read_lengths
 from async_rl.extensions.insight.plan.rates import find_rates, measure
 from async_rl.extensions.insight.plan.simulation import Prediction, Setting
-from async_rl.extensions.insight.plan.table import advice, choose, propose_bounds
+from async_rl.extensions.insight.plan.table import advice, choose
 from async_rl.launch.checks.learner_memory import shape_of
 from async_rl.launch.checks.prediction import engine_of, step_of, tokens_of
 from async_rl.learner.cards import Machines
@@ -44,7 +43,7 @@ def write_config(directory: Path, **sections: dict[str, Any]) -> Path:
     return path
 
 
-def make_run(directory: Path, *, num_steps: int = 20, tokens: Sequence[int] = (5, 15, 8, 12), more: Any = None) -> Path:
+def make_run(directory: Path, *, num_steps: int = 20, more: Any = None) -> Path:
     """A run of one generator with 8 slots. A step takes 10 s: 3 s of waiting, 6 s of training 80 tokens, 1 s after it.
 
     The slots are busy for 7.5 of 10 s, so 60 of 80 sequence-seconds; with 8 tokens/s that is 0.75 s for a token. A
@@ -62,7 +61,7 @@ def make_run(directory: Path, *, num_steps: int = 20, tokens: Sequence[int] = (5
     run = write_run(directory / "run", rows, bound=1, ledger=ledger, **SECTIONS)
     write_config(directory, queue={"max_staleness": 1})
     (run / "rollouts").mkdir()
-    summary = {"step": 1, "positions": [0, 1], "sizes": [2, 2], "tokens": tokens}
+    summary = {"step": 1, "positions": [0, 1], "sizes": [2, 2], "tokens": [5, 15, 8, 12]}
     (run / "rollouts" / "summaries.jsonl").write_text(json.dumps(summary) + "\n")
     return run
 
@@ -166,10 +165,3 @@ def test_the_command_prints_a_table_and_json(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         main([*words, "--generators", "0,2"])
     assert "--generators: expected whole numbers of at least 1, as in 1,4, got '0,2'" in capsys.readouterr().err
-
-
-def test_a_sweep_without_values_takes_the_bounds_that_plan_proposes(tmp_path):
-    # 8 answers of 10 tokens take 8.3 s of sampling, training 6 s and the rest 1 s. A bound of 1 hides the training, so
-    # a higher one gains nothing. Half of 1 is 0, twice 1 is 2.
-    make_run(tmp_path, tokens=[10, 10, 10, 10])
-    assert propose_bounds(tmp_path / "run.toml", ["queue.filter_range=[]"]) == [0, 1, 2]

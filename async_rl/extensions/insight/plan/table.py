@@ -6,14 +6,13 @@ import itertools
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from async_rl.config.config import Config
 from async_rl.extensions.insight.comparison.advice import MUCH_LOST, PAYS
 from async_rl.extensions.insight.evaluation.table import aligned
-from async_rl.extensions.insight.plan.rates import Rates, find_rates
-from async_rl.extensions.insight.plan.simulation import Prediction, Setting, simulate
+from async_rl.extensions.insight.plan.rates import Rates
+from async_rl.extensions.insight.plan.simulation import Prediction, Setting
 from async_rl.output import size_text
 from async_rl.run.figures.progress import MUCH_IDLE
 
@@ -45,19 +44,6 @@ def settings_of(
     counts = generators or [max(1, config.generator.count)]
     combinations = itertools.product(lengths, ranks or [rates.num_ranks], counts, wanted)
     return [Setting(bound, count, num, one) for one, num, count, bound in combinations if bound >= config.lowest_bound]
-
-
-def propose_bounds(config: Path, overrides: Sequence[str]) -> list[int]:
-    """Return the staleness bounds that a sweep of ``config`` should run: the one that plan takes, half and twice as
-    much, and the lowest.
-
-    Raises:
-        ConfigError, RunError: as ``find_rates``.
-    """
-    planned, rates, _ = find_rates(config, overrides)
-    bound = choose([simulate(planned, rates, one) for one in settings_of(planned, rates, (), (), (), ())])
-    lowest, chosen = planned.lowest_bound, bound.setting.max_staleness
-    return sorted({lowest, max(lowest, chosen // 2), chosen, max(1, 2 * chosen)})
 
 
 def choose(found: Sequence[Prediction]) -> Prediction:
