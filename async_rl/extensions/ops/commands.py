@@ -24,16 +24,12 @@ _Ranks = Annotated[
         help="Learner ranks, and GPUs, on each node; learner.nproc if unset.",
     ),
 ]
-_Time = Annotated[
-    str | None,
-    typer.Option("--time", metavar="TIME", help="Time limit of each job, as in 04:00:00. At it, a job is requeued."),
-]
 _Sbatch = Annotated[
     list[str] | None,
     typer.Option(
         "--sbatch",
         metavar="KEY=VALUE",
-        help="Another option of sbatch for each job, as in cpus-per-task=8. May be repeated.",
+        help="An option of sbatch for each job, as in time=04:00:00, at which it is requeued. May be repeated.",
     ),
 ]
 _Setup = Annotated[
@@ -58,9 +54,6 @@ def slurm(
         typer.Option("--generators", metavar="N", min=0, help="Number of generators; generator.count if unset."),
     ] = None,
     no_gpus: Annotated[bool, typer.Option("--no-gpus", help="Ask Slurm for no GPUs.")] = False,
-    time: _Time = None,
-    partition: Annotated[str | None, typer.Option("--partition", metavar="NAME", help="The jobs' partition.")] = None,
-    account: Annotated[str | None, typer.Option("--account", metavar="NAME", help="The jobs' account.")] = None,
     sbatch: _Sbatch = None,
     setup: _Setup = None,
     submit: Annotated[bool, typer.Option("--submit", help="Submit the jobs.")] = False,
@@ -72,7 +65,7 @@ def slurm(
 
     \b
     Examples:
-      async-rl slurm run.toml --ranks-per-node 8 --generators 16 --time 24:00:00
+      async-rl slurm run.toml --ranks-per-node 8 --generators 16 --sbatch time=24:00:00
       async-rl slurm run.toml --generators 4 --setup 'module load cuda' --submit
     """
     from async_rl.config.loading import load_config
@@ -81,12 +74,11 @@ def slurm(
 
     resolved = load_config(config, overrides or [])
     check_place(resolved, config, overrides or [])
-    named = {"time": time, "partition": partition, "account": account}
     options = jobs.JobOptions(
         nodes=nodes,
         ranks_per_node=resolved.learner.nproc if ranks is None else ranks,
         num_generators=resolved.generator.count if generators is None else generators,
-        sbatch=(*(f"{key}={value}" for key, value in named.items() if value is not None), *(sbatch or [])),
+        sbatch=tuple(sbatch or []),
         setup=tuple(setup or []),
         has_gpus=not no_gpus,
     )

@@ -105,7 +105,7 @@ def test_a_node_that_fails_requeues_the_learner_on_another(run: Run):
 
 def test_a_time_limit_requeues_both_jobs(run: Run):
     write_run(run, 100_000)
-    learner, generators = run.submit("--nodes", "2", "--generators", "1", "--time", "4")
+    learner, generators = run.submit("--nodes", "2", "--generators", "1", "--sbatch", "time=4")
     is_requeued = lambda: steps(run.run_dir) and "requeueing this job" in run.log(learner)  # noqa: E731
     wait_until("a requeue after a step", is_requeued, deadline_s=1200)
     saved = steps(run.run_dir)[-1]
