@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import time
-import urllib.request
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from async_rl.config.loading import config_to_toml
@@ -24,7 +16,6 @@ from async_rl.run.following.sinks import check_sinks
 from async_rl.run.lock import acquire
 from async_rl.run.records.eval_records import write_json_lines
 from async_rl.run.records.metrics import MetricsWriter
-from tests.extensions.ops.sinks.wandb_server import closed_url
 from tests.run.read_loggers import Rows, mlflow_rows, tensorboard_rows, trackio_rows, wandb_rows
 from tests.run.test_feeds import a_line, started, write_rows
 from tests.run.test_metrics import a_config
@@ -113,51 +104,6 @@ def test_mlflow_has_the_rows_of_a_run_that_was_resumed(tmp_path: Path, monkeypat
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     table = mlflow.MlflowClient(uri).load_table(run.info.experiment_id, "rollouts/step-000005.json")
     assert set(table["row"]) == {7}
-
-
-@contextmanager
-def mlflow_server(directory: Path) -> Iterator[tuple[str, psutil.Process]]:
-    """``mlflow server`` on a free port of this machine. Yields its address and its process."""
-    url = closed_url()
-    command = [sys.executable, "-m", "mlflow", "server", "--port", url.rpartition(":")[2], "--workers", "1"]
-    command += ["--backend-store-uri", f"sqlite:///{directory}/server.db", "--artifacts-destination", str(directory)]
-    with (directory / "server.log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=directory, start_new_session=True)
-    try:
-        deadline = time.monotonic() + 120
-        while True:
-            try:
-                with urllib.request.urlopen(f"{url}/health", timeout=5):
-                    break
-            except OSError:
-                assert time.monotonic() < deadline, (directory / "server.log").read_text()
-                assert process.poll() is None, (directory / "server.log").read_text()
-                time.sleep(0.2)
-        yield url, psutil.Process(process.pid)
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-@pytest.mark.slow
-def test_an_mlflow_server_gets_the_rows_and_may_die(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    pytest.importorskip("mlflow", reason="make test-loggers installs MLflow")
-    (tmp_path / "run").mkdir()
-    notes: list[str] = []
-    with mlflow_server(tmp_path) as (url, _):
-        monkeypatch.setenv("MLFLOW_TRACKING_URI", url)
-        write_run(tmp_path / "run", "mlflow")
-        found, run = mlflow_rows(url)
-        check_rows(found, odd="odd_name")
-        assert run.info.status == "FINISHED"
-        sinks = started(tmp_path / "run", notes, "mlflow")
-        assert notes == []
-    write_rows(tmp_path / "run", 9, 10, 11)
-    assert not sinks.finish(is_failed=False)
-    assert notes[0].startswith("mlflow fails: ")
-    assert notes[-1].startswith(
-        "3 rows are missing in mlflow (steps 9 to 11); metrics.jsonl has all rows, and async-rl"
-    )
 
 
 def test_a_sink_that_can_not_start_ends_only_a_run_that_has_not_begun(tmp_path: Path):
