@@ -10,8 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +18,13 @@ from psutil import Process
 
 from async_rl.config.reward import CodeRewardConfig
 from async_rl.errors import SandboxFailedError
-from async_rl.extensions.code_rewards.row_tests import parse_tests
-from async_rl.extensions.code_rewards.verifier import RemoteJudge, VerifierServer
+from async_rl.extensions.code_rewards.verifier import RemoteJudge
 from async_rl.net.connections import MAX_CONNECTIONS, MAX_UNAUTHENTICATED
 from async_rl.net.keys import ClientKeys, ServerKeys, make_keys
 from async_rl.queue.client.clients import LearnerQueue
 from async_rl.weights.channel.receiver import Receiver
 from async_rl.weights.control import parse_channel
-from tests.forked import Forked
+from tests.extensions.code_rewards.test_fuzz_verifier import TESTS, verifier
 from tests.hostile import Attacker
 from tests.queue.builders import make_config
 from tests.queue.conftest import Servers
@@ -160,36 +157,21 @@ def weights_ports(directory: Path, *, has_keys: bool) -> Iterator[tuple[Port, Po
         assert stream_server(plane).pid == stream.pid
 
 
-def run_verifier(pipe: Connection) -> None:
-    server = VerifierServer(("127.0.0.1", 0), CodeRewardConfig(time_limit_s=5.0, packages=(), workers=2))
-    pipe.send(server.server_port)
-    server.serve_forever()
-
-
 @contextmanager
 def verifier_port() -> Iterator[Port]:
-    ours, theirs = Pipe()
-    process = Forked(run_verifier, theirs)
-    try:
-        assert ours.poll(CALM_S), process.communicate()
-        port = int(ours.recv())
+    with verifier() as (port, pid):
         judge = RemoteJudge(CodeRewardConfig(endpoint=f"http://127.0.0.1:{port}"), pause_s=0.1)
-        tests = parse_tests({"test_cases": {"inputs": ["1\n"], "outputs": ["2\n"]}})
 
         def serve() -> None:
             gives_up_at = time.monotonic() + SERVED_S
             while True:
                 try:
-                    assert judge.judge("print(2)", tests).all_passed
+                    assert judge.judge("print(1)", TESTS).all_passed
                     return
                 except SandboxFailedError:  # it had no room for this connection
                     assert time.monotonic() < gives_up_at
 
-        yield Port("http", ("127.0.0.1", port), [process.pid], serve)
-        assert process.poll() is None
-    finally:
-        process.kill()
-        process.wait()
+        yield Port("http", ("127.0.0.1", port), [pid], serve)
 
 
 WITH_AND_WITHOUT = pytest.mark.parametrize("has_keys", [False, True], ids=["without keys", "with keys"])

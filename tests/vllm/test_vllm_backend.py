@@ -107,25 +107,6 @@ def test_cancel_stops_the_engine_and_leaves_the_others_as_they_were(backend):
     assert backend._engine.load.num_running <= 2  # answers of 400 tokens would still be running
 
 
-def test_swaps_amid_64_sequences_lose_none_and_stamp_every_token(backend):
-    """With ``recompute`` every token scores as its own version's full forward pass does, before and after."""
-    backend._recompute = True
-    models = {3: make_model(0), 4: make_model(1), 5: make_model(2), 6: make_model(0), 7: make_model(1)}
-    for i in range(16):
-        submit(backend, str(i), PROMPTS[i % 4], group_size=4, max_new_tokens=300, seed=i)
-    finished = {}
-    for version in range(4, 8):
-        enough = backend.num_tokens + 64 * 5
-        while backend.num_tokens < enough and backend.num_running:
-            finished |= {(s.lease_id, s.index): s for s in backend.step()}
-        backend.activate(version, {n: p.detach() for n, p in models[version].named_parameters()})
-    finished |= run_all(backend)
-    assert finished.keys() == {(str(i), j) for i in range(16) for j in range(4)}
-    assert all(sampled.versions.tolist() == sorted(sampled.versions) for sampled in finished.values())
-    # How many cross a swap is for the engine's process to say, which goes on between two calls.
-    assert assert_scored_by(models, finished.values()) > 0
-
-
 def test_kept_keys_and_values_are_those_of_the_old_weights_until_the_sequence_ends(backend):
     old, new = make_model(0), make_model(1)
     submit(backend, "a", PROMPTS[1], group_size=8, max_new_tokens=200, seed=5)

@@ -42,15 +42,6 @@ def test_keys_that_changed_during_a_run_are_named(tmp_path: Path):
     assert not [line for line in lines if "learner.steps" in line]
 
 
-def test_the_mismatch_of_a_lag_is_a_mean_over_its_tokens(tmp_path: Path):
-    rows = [
-        step_row(1),
-        step_row(2, mismatch_kl__lag_0=0.1, lag_0__tokens=10, mismatch_kl__lag_3=0.7, lag_3__tokens=5),
-        step_row(3, mismatch_kl__lag_0=0.4, lag_0__tokens=30),
-    ]
-    assert summarise(write_run(tmp_path / "run", rows)).mismatch_by_lag == pytest.approx({0: 0.325, 3: 0.7})
-
-
 def test_only_losses_by_age_count_as_dropped_and_masked(tmp_path: Path):
     # 2 + 1 of 70 + 20 + 10 groups; 5 of 90 + 10 tokens.
     ledger = {

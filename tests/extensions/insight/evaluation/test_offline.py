@@ -176,19 +176,6 @@ def test_a_tiny_model_answers_every_row_the_same_way_twice(
     assert (written["dataset"], written["figures"], written["causes"]) == ("rows", figures, {"prompt_too_long": 1})
 
 
-def test_top_p_and_top_k_narrow_what_is_answered(model: Path, dataset: Path, tmp_path: Path):
-    def answers(name: str, **options: Any) -> list[str]:
-        limits = {"eval__max_new_tokens": 4, "sampling__max_prompt_tokens": 10, "eval__max_rows": 2}
-        evaluate(model, dataset, out=tmp_path / name, **limits, **options)
-        return [line["response"] for line in lines_of(tmp_path / name / "rows.jsonl")]
-
-    # One token of the vocabulary, whatever the temperature, is greedy decoding.
-    greedy = [answer for answer in answers("greedy") for _ in range(3)]
-    assert answers("top_k", eval__num_samples=3, eval__temperature=5.0, eval__top_k=1) == greedy
-    assert answers("top_p", eval__num_samples=3, eval__temperature=5.0, eval__top_p=1e-6) == greedy
-    assert answers("all", eval__num_samples=3, eval__temperature=5.0) != greedy
-
-
 def test_models_are_asked_the_same_one_after_the_other(model: Path, dataset: Path, tmp_path: Path):
     from tests.generator.tiny_model import write_model
 

@@ -45,18 +45,6 @@ def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(feeds, name, limit_s)
 
 
-def test_rows_reach_a_server_that_answers_and_a_resume_goes_on_in_the_same_run(tmp_path: Path, server: WandbServer):
-    notes: list[str] = []
-    for steps in ((1, 2), (3,)):
-        sinks = started(tmp_path, notes, "wandb", refuses=True)
-        write_rows(tmp_path, *steps)
-        assert sinks.finish(is_failed=False)
-        assert (tmp_path / "logger_id").read_text() in sinks.places["wandb"]
-    assert [(row["step"], row["reward/mean"]) for row in server.rows] == [(1, 0.5), (2, 0.5), (3, 0.5)]
-    assert server.names[0] == tmp_path.name
-    assert notes == []
-
-
 @pytest.mark.usefixtures("short_limits")
 @pytest.mark.parametrize("kind", ["closed", "silent"])
 def test_a_server_that_is_away_gets_the_rows_later(

@@ -24,7 +24,6 @@ class WandbServer(ThreadingHTTPServer):
     Attributes:
         status: the HTTP status of every answer.
         rows: the rows of metrics that arrived.
-        names: the names of the runs that were started.
     """
 
     daemon_threads = True
@@ -33,7 +32,6 @@ class WandbServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.status, self.is_silent, self.is_over = 200, threading.Event(), threading.Event()
         self.rows: list[dict[str, Any]] = []
-        self.names: list[str] = []
 
     @property
     def url(self) -> str:
@@ -80,7 +78,6 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
         if "upsertBucket" in request["query"]:
             name, shown = (request["variables"].get(key) for key in ("name", "displayName"))
-            self.server.names.append(shown or "")
             return {"upsertBucket": {"bucket": {**_RUN, "name": name, "displayName": shown}, "inserted": True}}
         if "createRunFiles" in request["query"]:
             files = [{"name": name, "uploadUrl": "/uploads"} for name in request["variables"]["files"]]
