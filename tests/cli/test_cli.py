@@ -208,8 +208,6 @@ COMMANDS = [
     ("compare nowhere", "nowhere"),
     ("eval owner/model", "expected --dataset FILE, or a config with data.eval"),
     ("eval owner/model --dataset a.jsonl --set evl.x=1", "is not a valid config"),
-    ("eval --compare .", "got neither"),
-    ("eval --compare . --samples 2", "expected only directories"),
     ("doctor", "got neither"),
     (f"doctor run.toml --connect {ADDRESS}", "got both"),
     ("doctor run.toml --mean-tokens 9", "--mean-tokens: expected --on, too"),

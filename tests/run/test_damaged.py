@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from async_rl.errors import RunError
-from async_rl.extensions.insight.evaluation.table import compare
 from async_rl.launch.status import status_of_run, status_tables
 from async_rl.run.config_changes import read_changes
 from async_rl.run.directory import RunDir
@@ -56,15 +55,6 @@ def test_a_ledger_with_counts_of_a_newer_version_is_shown(tmp_path: Path):
     run_dir.mark_finished({})
     run_dir.ledger.write_text(json.dumps({"groups": GROUPS | {"waiting": {"tool": 2}, "new": 3}, "other": "x"}))
     assert status_tables(status_of_run(tmp_path, 0.1, None))
-
-
-@pytest.mark.parametrize(
-    "content", ["{", DEEP, "[1]", "\xff", '[{"dataset": "a", "model": "b", "figures": {"accuracy": "x"}}]']
-)
-def test_figures_of_an_evaluation_are_refused_by_name(tmp_path: Path, content: str):
-    (tmp_path / "figures.json").write_text(content, encoding="latin-1")
-    with pytest.raises(RunError, match=rf"{tmp_path}/figures\.json.*evaluate again"):
-        compare([tmp_path])
 
 
 @pytest.mark.parametrize(

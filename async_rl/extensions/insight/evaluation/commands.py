@@ -10,7 +10,6 @@ from typing import Annotated
 import typer
 
 from async_rl.cli.options import AsJson, Insecure, Overrides, Quiet
-from async_rl.errors import ConfigError
 from async_rl.output import Progress, print_json, prints_to_stderr
 from async_rl.terminal import visible
 
@@ -18,8 +17,7 @@ Models = Annotated[
     list[str],
     typer.Argument(
         metavar="MODEL",
-        help="Model directories, hub ids, checkpoints, or run directories (their latest checkpoint). With "
-        "--compare: run directories, or directories that --out wrote.",
+        help="Model directories, hub ids, checkpoints, or run directories (their latest checkpoint).",
     ),
 ]
 Datasets = Annotated[
@@ -63,17 +61,11 @@ Backend = Annotated[
     str | None, typer.Option("--backend", metavar="NAME", help="What samples, in place of generator.backend.")
 ]
 Limit = Annotated[int | None, typer.Option("--limit", metavar="N", min=1, help="Only the first N rows of each set.")]
-Compare = Annotated[
-    bool,
-    typer.Option(
-        "--compare", help="Sample nothing; print tables of the evaluations in run directories and --out directories."
-    ),
-]
 
 eval_command = typer.Typer(rich_markup_mode=None)
 
 
-@eval_command.command(short_help="Evaluate models on data sets; compare evaluations.")
+@eval_command.command(short_help="Evaluate models on data sets.")
 def evaluate(
     models: Models,
     datasets: Datasets = None,
@@ -87,12 +79,11 @@ def evaluate(
     backend: Backend = None,
     out: Out = None,
     limit: Limit = None,
-    compare: Compare = False,
     as_json: AsJson = False,
     insecure: Insecure = False,
     quiet: Quiet = False,
 ) -> None:
-    """Let models answer data sets and print accuracy, pass@k, best-of-n and majority@n; or compare evaluations.
+    """Let models answer data sets and print accuracy, pass@k, best-of-n and majority@n.
 
     Settings (system prompt, reward, limits, environment, data.eval) come from --config; if unset, from the run that
     the first MODEL belongs to; else they are the defaults. The options below replace them, and --set any other key. All
@@ -103,7 +94,6 @@ def evaluate(
       async-rl eval runs/quickstart
       async-rl eval Qwen/Qwen2.5-0.5B-Instruct runs/gsm8k \\
         --dataset test.jsonl --samples 8 --temperature 0.6
-      async-rl eval --compare runs/quickstart
     """
     given = {
         "eval.num_samples": samples, "eval.temperature": temperature, "eval.max_new_tokens": max_new_tokens,
@@ -111,14 +101,6 @@ def evaluate(
         "generator.backend": backend,
     }  # fmt: skip
     values = {key: value for key, value in given.items() if value is not None}
-    if compare:
-        if values or datasets or overrides or config or out or insecure:
-            raise ConfigError(
-                "async-rl eval --compare: expected only directories, got other options too; leave the other options "
-                "out, because --compare only reads results"
-            )
-        _compare([Path(model) for model in models], as_json=as_json)
-        return
     with Progress(quiet=quiet) as progress:
         progress.show("loading PyTorch")
         from async_rl.extensions.insight.evaluation.offline import EvalOptions, describe, eval_settings, run_eval
@@ -134,13 +116,3 @@ def evaluate(
     else:
         for line in describe(found, settings.config, width=shutil.get_terminal_size().columns, out=out):
             typer.echo(visible(line))
-
-
-def _compare(paths: list[Path], *, as_json: bool) -> None:
-    from async_rl.extensions.insight.evaluation.table import compare, compare_json
-
-    if as_json:
-        print_json(compare_json(paths))
-        return
-    for line in compare(paths):
-        typer.echo(visible(line))

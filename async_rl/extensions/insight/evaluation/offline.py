@@ -34,7 +34,7 @@ from async_rl.data.template import check_arguments
 from async_rl.data.turn_end import turn_ends
 from async_rl.errors import ConfigError, DataError, ModelError
 from async_rl.extensions.insight.evaluation.sampling import OfflineSamples, sample_offline
-from async_rl.extensions.insight.evaluation.table import FIGURES_FILE, Entry, eval_table
+from async_rl.extensions.insight.evaluation.table import eval_table
 from async_rl.generator.backend import Backend
 from async_rl.generator.rollouts import Rollouts, ThreadGrader
 from async_rl.generator.start.backends import build_backend
@@ -55,6 +55,10 @@ from async_rl.run.records.metric_table import EVAL_FIGURES
 from async_rl.run.records.step_log import StepLog
 
 logger = logging.getLogger(__name__)
+
+FIGURES_FILE = "figures.json"
+"""Name of the file that ``async-rl eval --out DIR`` writes. It is a JSON list of objects, each with
+the figures of one model on one dataset."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +146,7 @@ def describe(found: Sequence[Evaluated], config: Config, *, width: int, out: Pat
         if len(found) == 1:
             lines += _figure_lines(of_set[0].figures, width)
         else:
-            lines += eval_table(["model"], [Entry((one.model,), one.figures) for one in of_set])
+            lines += eval_table({one.model: one.figures for one in of_set})
         lines += [line for one in of_set for line in _failure_lines(one)]
     if out is not None:
         lines.append(f"answers: {', '.join(str(out / f'{name}.jsonl') for name in config.data.eval)}")
