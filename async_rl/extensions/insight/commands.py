@@ -191,10 +191,6 @@ def _range(option: str, what: str) -> typer.models.OptionInfo:
     return typer.Option(option, metavar="N,N,...", help=f"{what} to predict.")
 
 
-LengthsFile = Annotated[
-    Path | None,
-    typer.Option("--lengths", metavar="FILE", help="Take lengths from FILE: on each line a length, or also a count."),
-]
 GivenRates = Annotated[
     list[str] | None,
     typer.Option(
@@ -217,7 +213,6 @@ def plan(
         float | None,
         typer.Option("--sigma", min=0, help="Take log-normal lengths with this deviation of their logarithm."),
     ] = None,
-    lengths: LengthsFile = None,
     rate: GivenRates = None,
     on: On = None,
     overrides: Overrides = None,
@@ -247,7 +242,7 @@ def plan(
     counts, numbers = _numbers("--generators", generators, least=1), _numbers("--ranks", ranks, least=1)
     means = _numbers("--mean-tokens", mean_tokens, least=1)
     config, rates, source = find_rates(
-        run, overrides or [], rate or [], lengths_file=lengths, mean_tokens=means[0] if means else None, sigma=sigma,
+        run, overrides or [], rate or [], mean_tokens=means[0] if means else None, sigma=sigma,
         machines=None if on is None else Machines.parse("--on", on),
     )  # fmt: skip
     settings = settings_of(config, rates, bounds, counts, numbers, means)

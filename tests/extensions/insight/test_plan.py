@@ -10,9 +10,9 @@ import pytest
 import tomli_w
 
 from async_rl.cli.main import main
-from async_rl.errors import ConfigError, DataError, RunError
+from async_rl.errors import ConfigError, RunError
 from async_rl.extensions.insight.plan import simulation
-from async_rl.extensions.insight.plan.lengths import Lengths, read_lengths
+from async_rl.extensions.insight.plan.lengths import Lengths
 from async_rl.extensions.insight.plan.rates import find_rates, measure
 from async_rl.extensions.insight.plan.simulation import Prediction, Setting
 from async_rl.extensions.insight.plan.table import advice, choose
@@ -124,11 +124,6 @@ def test_what_is_missing_or_wrong_is_named(tmp_path):
         find_rates(path, [], mean_tokens=10)
     with pytest.raises(ConfigError, match=r"got 'speed=1'"):
         find_rates(path, [], ["speed=1"], mean_tokens=10)
-    (tmp_path / "lengths.txt").write_text("10 3\n50 1\n")
-    assert read_lengths(tmp_path / "lengths.txt") == Lengths(20, observed=((10,), (10,), (10,), (50,)))
-    (tmp_path / "lengths.txt").write_text("10\nmany\n")
-    with pytest.raises(DataError, match="as in 512 40"):
-        read_lengths(tmp_path / "lengths.txt")
     with pytest.raises(RunError, match="let it run for longer"):
         measure(RunDir(make_run(tmp_path, num_steps=0)))
 

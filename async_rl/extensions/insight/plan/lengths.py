@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
-
-from async_rl.errors import DataError
 
 Groups = tuple[tuple[int, ...], ...]
 """The lengths of the rollouts of each of several groups."""
@@ -48,24 +45,3 @@ class Lengths:
         factor = mean_tokens / self.mean_tokens
         observed = tuple(tuple(max(1, round(n * factor)) for n in group) for group in self.observed)
         return replace(self, mean_tokens=mean_tokens, observed=observed)
-
-
-def read_lengths(path: Path) -> Lengths:
-    """Read lengths from a file: on each line a length, or on each line a length and how many answers have it.
-
-    Raises:
-        DataError: the file can't be read, or has other content.
-    """
-    try:
-        table = np.loadtxt(path, dtype=np.int64, ndmin=2)
-        tokens, counts = table[:, 0], table[:, 1] if table.shape[1] > 1 else np.ones(len(table), np.int64)
-        if table.min() < 1 or table.shape[1] > 2:
-            raise ValueError("a number below 1, or more than two on a line")
-    except (OSError, ValueError, IndexError) as error:
-        raise DataError(
-            f"{path}: expected a length in tokens on each line, or a length and the number of answers with it, as in "
-            f"512 40, got {error}; correct the file"
-        ) from None
-    # Only the shares matter, so a histogram of millions becomes about 100,000 lengths.
-    repeats = np.maximum(1, np.rint(counts * min(1.0, 100_000 / counts.sum()))).astype(np.int64)
-    return Lengths.of_groups(tuple((length,) for length in np.repeat(tokens, repeats).tolist()))

@@ -13,7 +13,7 @@ import numpy as np
 from async_rl.config.config import Config
 from async_rl.config.loading import load_config, load_run_config
 from async_rl.errors import ConfigError, RunError
-from async_rl.extensions.insight.plan.lengths import Lengths, read_lengths
+from async_rl.extensions.insight.plan.lengths import Lengths
 from async_rl.launch.checks.learner_memory import shape_of, with_changes
 from async_rl.launch.checks.prediction import SIGMA, engine_of, on_machines, step_of, tokens_of, transfer_s
 from async_rl.learner.cards import Machines
@@ -51,8 +51,8 @@ class Rates:
 
 
 def find_rates(
-    path: Path, overrides: Sequence[str], rates: Sequence[str] = (), *, lengths_file: Path | None = None,
-    mean_tokens: float | None = None, sigma: float | None = None, machines: Machines | None = None,
+    path: Path, overrides: Sequence[str], rates: Sequence[str] = (), *, mean_tokens: float | None = None,
+    sigma: float | None = None, machines: Machines | None = None,
 ) -> tuple[Config, Rates, str]:  # fmt: skip
     """Return the config to plan, its rates, and where these come from, in words.
 
@@ -83,13 +83,11 @@ def find_rates(
         fake = config.experimental.fake
         known = {"decode_step_s": fake.step_time_s} if fake.step_time_s else {}
         source, lengths = "of experimental.fake, or given", Lengths(fake.mean_tokens, fake.sigma)
-    if lengths_file is not None:
-        lengths = read_lengths(lengths_file)
     known |= dict(map(_read_rate, rates))
     if lengths is None or "decode_step_s" not in known or not {"train_s", "train_token_s"} & known.keys():
         raise ConfigError(
             f"expected a run that was measured, got none in {run_dir.path}; run the config for some steps, or give "
-            f"--on GPUS, or --mean-tokens or --lengths, --rate decode_step_s=SECONDS and --rate train_s=SECONDS"
+            f"--on GPUS, or --mean-tokens, --rate decode_step_s=SECONDS and --rate train_s=SECONDS"
         )
     if sigma is not None:
         lengths = Lengths(lengths.mean_tokens, sigma)
