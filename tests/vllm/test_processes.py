@@ -78,8 +78,9 @@ def living(pids: set[int]) -> set[int]:
 def test_the_quickstart_learns_with_vllm_on_the_cpu(tmp_path):
     started_s = time.monotonic()
     run_dir = tmp_path / "run"
+    words = ("quickstart", "--set", f"run.dir={run_dir}", "--set", "generator.backend=vllm")
     done = subprocess.run(
-        [sys.executable, "-m", "async_rl", "quickstart", "--run-dir", str(run_dir), "--set", "generator.backend=vllm"],
+        [sys.executable, "-m", "async_rl", *words],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -33,10 +33,6 @@ def quickstart(
     seed: Annotated[
         int, typer.Option("--seed", metavar="N", min=0, help="Seed of the task, the model and the run.")
     ] = 0,
-    run_dir: Annotated[
-        Path | None,
-        typer.Option("--run-dir", metavar="DIR", help="The run directory. If unset, runs/quickstart or runs/smollm2."),
-    ] = None,
     overrides: Overrides = None,
 ) -> None:
     """Make a task and a model in `runs/` of this directory, and train the model on the CPU with `launch`.
@@ -56,8 +52,7 @@ def quickstart(
 
     if model not in TASKS:
         raise ConfigError(f"--model: expected one of {', '.join(TASKS)}, got {model!r}; name one of these")
-    chosen = [*(overrides or []), *([] if run_dir is None else [f"run.dir={run_dir}"])]
-    run_quickstart(TASKS[model], seed, chosen, compare=compare)
+    run_quickstart(TASKS[model], seed, overrides or [], compare=compare)
 
 
 @init_command.command("init", short_help="Write the config of a new run.")

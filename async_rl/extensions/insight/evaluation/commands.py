@@ -48,7 +48,6 @@ RewardType = Annotated[
     str | None,
     typer.Option("--reward", metavar="TYPE", help="The reward that scores the answers, in place of reward.type."),
 ]
-Seed = Annotated[int | None, typer.Option("--seed", metavar="N", min=0, help="Random seed, for temperatures above 0.")]
 Out = Annotated[
     Path | None,
     typer.Option(
@@ -75,7 +74,6 @@ def evaluate(
     temperature: Temperature = None,
     max_new_tokens: MaxNewTokens = None,
     reward: RewardType = None,
-    seed: Seed = None,
     backend: Backend = None,
     out: Out = None,
     limit: Limit = None,
@@ -97,8 +95,7 @@ def evaluate(
     """
     given = {
         "eval.num_samples": samples, "eval.temperature": temperature, "eval.max_new_tokens": max_new_tokens,
-        "eval.max_rows": limit, "reward.type": reward, "run.seed": seed,
-        "generator.backend": backend,
+        "eval.max_rows": limit, "reward.type": reward, "generator.backend": backend,
     }  # fmt: skip
     values = {key: value for key, value in given.items() if value is not None}
     with Progress(quiet=quiet) as progress:
