@@ -205,7 +205,7 @@ COMMANDS = [
     (f"status --connect {ADDRESS} --timeout 0.2", f"the queue at {ADDRESS} did not answer request 'status' within 0.2"),
     ("export nowhere out", "expected a checkpoint"),
     ("export step-000001 full", "expected"),
-    ("compare nowhere", "nowhere"),
+    ("compare nowhere", "expected a run directory (with config.toml and metrics.jsonl), got none"),
     ("eval owner/model", "expected --dataset FILE, or a config with data.eval"),
     ("eval owner/model --dataset a.jsonl --set evl.x=1", "is not a valid config"),
     ("doctor", "got neither"),

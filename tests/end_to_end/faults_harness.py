@@ -218,10 +218,6 @@ class FaultRun:
     def log_of(self, name: str) -> str:
         return self._roles[name].log
 
-    def role_pid(self, name: str) -> int:
-        """The process of a role that this test has started."""
-        return self._roles[name].process.pid
-
     def _begin_role(self, name: str, *arguments: str) -> None:
         self.num_starts += 1
         self._roles[name] = self._start(name, *arguments, env=self._environment)

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.errors import RunError
 from async_rl.extensions.insight.comparison.advice import advise
 from async_rl.extensions.insight.comparison.summary import summarise
 from async_rl.extensions.insight.comparison.table import comparison_lines
@@ -91,8 +90,3 @@ def test_the_error_of_the_speed_is_that_of_blocks_of_steps(tmp_path: Path):
     assert found.steps_per_s == pytest.approx(1.0)
     assert found.speed_error == pytest.approx(0.189, abs=1e-3)
     assert summarise(write_run(tmp_path / "short", rows[:7])).speed_error is None
-
-
-def test_what_is_no_run_is_refused(tmp_path: Path):
-    with pytest.raises(RunError, match=r"expected a run directory \(with config\.toml and metrics\.jsonl\), got none"):
-        summarise(tmp_path)
