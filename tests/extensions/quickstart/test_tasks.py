@@ -10,7 +10,7 @@ import pytest
 from async_rl.config.loading import load_config
 from async_rl.errors import RunError
 from async_rl.extensions.quickstart.prepare import recipe_digest, write_config
-from async_rl.extensions.quickstart.tasks import HERE, SUMS
+from async_rl.extensions.quickstart.tasks import SUMS
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -37,10 +37,6 @@ def test_a_folder_that_cannot_be_made_is_said_with_what_to_do(folder: Path):
     (folder / "runs").write_text("a file, which stops root, too")
     with pytest.raises(RunError, match=r"can't write runs/\S+ in \S+: \w.*; start the quickstart in a directory"):
         write_config(SUMS, 0)
-
-
-def test_every_source_of_the_recipe_is_in_the_package():
-    assert [name for name in (*SUMS.sources, SUMS.config) if not (HERE / name).is_file()] == []
 
 
 def test_another_recipe_empties_the_folder_and_the_same_one_keeps_it():
