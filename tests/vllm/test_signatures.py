@@ -1,7 +1,7 @@
 """What we use of vLLM is in the installed release, also what only runs on a GPU, where no test has run it.
 
 pyright does not see vLLM. A call counts as right if its number of arguments and its keywords fit the signature.
-``make vllm-names VLLM=0.33.0`` compares another release.
+``make test-vllm-names VLLM=0.33.0`` compares another release.
 """
 
 from __future__ import annotations
@@ -50,14 +50,16 @@ def _has(found: Any, use: ast.expr) -> bool:
             return any(
                 {name} & {*vars(b), *inspect.get_annotations(b)} or sets.search(inspect.getsource(b)) for b in bases
             )
-        case ast.Call(func=ast.Name(id=name)) | ast.Await(value=ast.Call(func=ast.Name(id=name))):
-            method, call = getattr(found, name, None), use.value if isinstance(use, ast.Await) else use
+        case (ast.Call(func=ast.Name(id=name)) as call) | ast.Await(value=ast.Call(func=ast.Name(id=name)) as call):
+            method = getattr(found, name, None)
             return _fits(method, call, 1) and inspect.iscoroutinefunction(method) == isinstance(use, ast.Await)
     raise AssertionError(f"expected a name or a call, got {ast.unparse(use)}")
 
 
 def test_objects_have_the_attributes_that_we_read_and_methods_take_our_arguments():
-    rows = [(path, use) for path, text in USED.items() for use in ast.parse(text, mode="eval").body.elts]
+    lists = [(path, ast.parse(text, mode="eval").body) for path, text in USED.items()]
+    rows = [(path, use) for path, uses in lists if isinstance(uses, ast.Tuple | ast.List) for use in uses.elts]
+    assert len(lists) == len({path for path, _ in rows})
     assert [f"{path} {ast.unparse(use)}" for path, use in rows if not _has(_found(path), use)] == []
 
 

@@ -150,8 +150,9 @@ class RouterHooks:
             if self._is_counting:
                 self._count(own_NK, chosen_NK)
             weights_NK = gates(family, router, logits_NE, chosen_NK).to(weights_NK.dtype)
-            replayed = logits_NE, weights_NK, chosen_NK
-            return replayed if output[0] is logits_NE else replayed[::-1]
+            if output[0] is logits_NE:
+                return logits_NE, weights_NK, chosen_NK
+            return chosen_NK, weights_NK, logits_NE
 
         return replay
 

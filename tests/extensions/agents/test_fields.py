@@ -85,7 +85,7 @@ class Scripted(Calls):
     def numbered(self, key: str, count: int) -> Iterator[list[int]]:
         yield list(range(count))
 
-    async def answers(self, calls: Sequence[Any], request: Any) -> list[Any]:
+    async def answers(self, calls: Sequence[Any], request: Any, hear: Any = None) -> list[Any]:
         self.asked += calls
         text = SAID[(len(self.asked) - 1) % len(SAID)]
         ids = np.array(self.tokenizer.encode(f"{text}<|im_end|>"), "<i4").tobytes()

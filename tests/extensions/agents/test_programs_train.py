@@ -148,7 +148,7 @@ class Task:
         named = json.dumps({"name": self.program.tool, "arguments": arguments})
         return f"<tool_call>\n{named}\n</tool_call>"
 
-    def prompts(self) -> list[str]:
+    def prompts(self) -> tuple[str, str]:
         """The prompts of the two calls of a session that a script answers, in a folder like those of a run."""
         folder = self.directory / "first"
         folder.mkdir()
@@ -159,7 +159,8 @@ class Task:
             keys = {"OPENAI_API_KEY": "k", "ANTHROPIC_API_KEY": "k"}
             subprocess.run(self.command, env={**os.environ, **told, **keys}, check=True, timeout=300)
             assert len(server.calls) == 2
-            return [server.prompt(number).replace(str(folder), str(FOLDER)) for number in range(2)]
+            first, second = (server.prompt(number).replace(str(folder), str(FOLDER)) for number in range(2))
+            return first, second
 
     def seen(self) -> Counter[tuple[str, ...]]:
         """What each session of a run was answered, in order, and what its file has."""

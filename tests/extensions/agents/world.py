@@ -23,7 +23,7 @@ from async_rl.rewards.records import RewardInput, RewardOutput
 from tests.generator.leases import make_lease
 from tests.generator.scripted import CharacterText, InlineGrader
 
-DEADLINE_S = 60.0
+DEADLINE_S = 180.0
 CLIENT = """
 import asyncio, json, os, sys, time, urllib.error, urllib.request
 
