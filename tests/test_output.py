@@ -8,7 +8,7 @@ import math
 
 import pytest
 
-from async_rl.output import Progress, print_json, size_text
+from async_rl.output import Progress, print_json
 from tests.end_to_end.harness import wait_until
 
 
@@ -58,17 +58,3 @@ def test_a_terminal_shows_one_line_that_is_erased_at_the_end(monkeypatch: pytest
 def test_json_is_valid_when_a_number_is_not_finite(capsys: pytest.CaptureFixture[str]):
     print_json({"a": [math.nan, 1.5], "b": {"c": (math.inf, "x")}})
     assert json.loads(capsys.readouterr().out) == {"a": [None, 1.5], "b": {"c": [None, "x"]}}
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "text"),
-    [
-        (0, "0 B"),
-        (1000, "0.977 KiB"),  # 1000 / 1024 = 0.9766
-        (8704, "8.5 KiB"),
-        (1023 << 20, "0.999 GiB"),  # 1023 / 1024 = 0.9990
-        (2000 << 40, "1.95 PiB"),  # 2000 / 1024 = 1.9531
-    ],
-)
-def test_a_size_has_its_unit(num_bytes: int, text: str):
-    assert size_text(num_bytes) == text

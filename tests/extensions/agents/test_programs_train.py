@@ -188,13 +188,12 @@ def tokenizer_for(text: str) -> Any:
     base = tokenizer_of("qwen3")
     words = Tokenizer.from_str(base.backend_tokenizer.to_str())
     words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
-    special = [token for _, token in sorted(base.added_tokens_decoder.items()) if token.special]
-    kept = [token for _, token in sorted(base.added_tokens_decoder.items()) if not token.special]
+    added = [token for _, token in sorted(base.added_tokens_decoder.items())]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = BpeTrainer(vocab_size=3000, initial_alphabet=alphabet, show_progress=False)  # pyright: ignore[reportCallIssue]
     words.train_from_iterator([text], trainer)
-    words.add_special_tokens(special)
-    words.add_tokens(kept)
+    words.add_special_tokens([token for token in added if token.special])
+    words.add_tokens([token for token in added if not token.special])
     return PreTrainedTokenizerFast(tokenizer_object=words, chat_template=base.chat_template, eos_token=END)
 
 
@@ -204,7 +203,6 @@ def learned(first: str, second: str, directory: Path) -> None:
     model = model_of(len(tokenizer), tokenizer.eos_token_id, longest=LONGEST)
     between = second.removeprefix(first)
     call, rest = between.split(END, 1)
-    assert "<tool_call>" in call
     sequences = []
     for said in SAID:
         parts = [(first, False), (call + END, True), (rest, False), (said + END, True)]
@@ -238,8 +236,6 @@ def test_a_program_finishes_its_task_and_is_trained_on_what_it_saw(name: str, ba
         pytest.skip(f"{name} is not on PATH")
     task = Task(tmp_path, PROGRAMS[name])
     learned(*task.prompts(), tmp_path / "model")
-    shutil.rmtree(tmp_path / "shown")
-    (tmp_path / "shown").mkdir()
     (tmp_path / "reward.py").write_text(f"def score(item):\n    return float(item.text == {SAID[0]!r})\n")
     rows = str(tmp_path / "rows.jsonl")
     Path(rows).write_text(json.dumps({"messages": [{"role": "user", "content": "hello"}]}) + "\n")
@@ -248,10 +244,9 @@ def test_a_program_finishes_its_task_and_is_trained_on_what_it_saw(name: str, ba
         tmp_path, {"model": str(tmp_path / "model"), "train": rows, "held_out": rows},
         environment={"command": task.command, "timeout_s": 120.0, "session_timeout_s": 300.0},
         sampling={"group_size": 4, "max_new_tokens": 256, "max_prompt_tokens": LONGEST - 512, "temperature": 0.5},
-        reward={"type": f"{reward}:score"}, log={"replayable": True}, eval={"every": 0}, data={"epochs": 20},
-        learner={"steps": 3, "groups_per_step": 1, "max_tokens": LONGEST},
+        reward={"type": f"{reward}:score"}, log={"replayable": True}, eval={"every": 0},
+        data={"epochs": 20, "eval": {}}, learner={"steps": 3, "groups_per_step": 1, "max_tokens": LONGEST},
     )  # fmt: skip
-    raw["data"].pop("eval")
     raw["generator"] |= {"backend": backend, "serve": True, "allow_code": [" ".join(task.command), reward]}
     config = write_config(tmp_path / "config.toml", raw)
     with roles(tmp_path / "logs") as start:
