@@ -123,7 +123,7 @@ answer = dspy.ReAct("question -> answer", tools=[add])(question=ASKED).answer
         fields(next_thought="Add.", next_tool_name="add", next_tool_args='{"a": 1200, "b": 34}'),
         fields(next_thought="Done.", next_tool_name="finish", next_tool_args="{}"),
         fields(reasoning="Added.", answer=ANSWER),
-    ), {"first": 1, "rewritten": 2}, {}),  # its calls have all that was done in one message
+    ), {"first": 2, "rewritten": 1}, {}),  # its calls have all that was done in one message
     "autogen": Client("autogen-agentchat==0.7.5 autogen-ext[openai]==0.7.5", """
 from autogen_agentchat.agents import AssistantAgent
 from autogen_ext.models.openai import OpenAIChatCompletionClient

@@ -54,7 +54,7 @@ def test_a_client_plays_its_task_and_what_was_sampled_is_trained(
     assert rollout.session is not None
     assert {kind: number for kind, number in rollout.session.calls.items() if number} == client.calls
     assert rollout.session.tools == client.tools
-    assert len(rollout.sequences) == 1 + client.calls.get("rewritten", 0)
+    assert len(rollout.sequences) == client.calls["first"] + client.calls.get("rewritten", 0)
     trained = [token for one in rollout.sequences for token in one.token_ids[one.loss_mask]]
     assert trained == [token for text in client.script for token in backend.encode(text)]
     assert not client.tools or "1234" in tokenizer.decode(backend.requests[-1][1])  # what the tool returned
