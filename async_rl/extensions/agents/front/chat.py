@@ -123,10 +123,10 @@ class ChatRenderer:
 
     def _warn_of_rewriting(self, tools: Sequence[Mapping[str, Any]]) -> None:
         """Warn, once, if turns after a call of one of ``tools`` do not go on with the tokens before."""
+        ends = [] if self._is_warned else [self.ending(one) for one in self._ends()]
         share = 0.0
         with suppress(Exception):  # the template's own: a request with such a conversation is refused by name
-            ends = [] if self._is_warned else [self.ending(one) for one in self._ends()]
-            share = max(share_again(example_call(tool), tools, self, ends) for tool in tools if ends)
+            share = max((share_again(example_call(tool), tools, self, ends) for tool in tools if ends), default=0.0)
         if share:
             self._is_warned = True
             logger.warning(_REWRITTEN, 100 * share)

@@ -284,7 +284,7 @@ class Endpoints:
         self, calls: Calls, rules: RequestRules, max_model_len: int, renderer: asyncio.Future[ChatRenderer]
     ) -> None:
         """``renderer`` may still be loading."""
-        self._calls, self._manners, self._max_model_len, self._renderer = calls, rules, max_model_len, renderer
+        self._calls, self._rules, self._max_model_len, self._renderer = calls, rules, max_model_len, renderer
         self._conversations: dict[str, tuple[Conversations, asyncio.Lock]] = {}
         self._pace = Pace()
         self._noted: set[str] = set()
@@ -303,13 +303,13 @@ class Endpoints:
         """``GET /v1/models``: the names that requests may have."""
         await self._wait(_key(request), 0)
         common = {"object": "model", "created": 0, "owned_by": "async-rl", "max_model_len": self._max_model_len}
-        names = dict.fromkeys((self._manners.model, POLICY, *sorted(self._manners.untrained)))
+        names = dict.fromkeys((self._rules.model, POLICY, *sorted(self._rules.untrained)))
         return _json({"object": "list", "data": [{"id": name, **common} for name in names]})
 
     async def generate(self, request: Request) -> Response:
         """``POST /inference/v1/generate``."""
         key = _key(request)
-        wanted = read_generate(await self._body(request, key), self._manners, self._note)
+        wanted = read_generate(await self._body(request, key), self._rules, self._note)
         self._calls.check_key(key)  # it may have been closed while the body arrived
         with self._calls.numbered(key, 1) as (number,):
             call = msgspec.structs.replace(wanted, call=number, key=key)
@@ -320,7 +320,7 @@ class Endpoints:
         """``POST`` to one of the paths of ``DIALECTS``."""
         key = _key(request)
         asked = read_json(await self._body(request, key), dict[str, Any])
-        wanted = read_chat(dialect.chat(asked, self._note), self._manners, self._note)
+        wanted = read_chat(dialect.chat(asked, self._note), self._rules, self._note)
         renderer = await asyncio.shield(self._renderer)
         known, one_by_one = self._conversations_of(key, renderer)
         # A long text takes a thread for seconds. A session has one, so that its calls keep no other one waiting.
@@ -345,7 +345,7 @@ class Endpoints:
         for _ in range(TRIES if wanted.demand else 1):
             self._calls.check_key(key)
             with self._calls.numbered(key, wanted.n) as numbers:
-                draft = Draft(wanted, self._manners.model, prompt, numbers[0], renderer)
+                draft = Draft(wanted, self._rules.model, prompt, numbers[0], renderer)
                 calls = [chat_call(wanted, prompt, number, key, choice) for choice, number in enumerate(numbers)]
                 hear = None if tell is None else lambda ids, draft=draft: tell(draft.grown(ids))
                 replies = await self._calls.answers(calls, request, hear)
