@@ -321,6 +321,7 @@ class Span(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 _Name = Annotated[str, msgspec.Meta(max_length=64)]
 _Counts = Annotated[dict[_Name, Count], msgspec.Meta(max_length=64)]
+_Names = Annotated[tuple[_Name, ...], msgspec.Meta(max_length=64)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 
@@ -332,12 +333,14 @@ class AgentSession(msgspec.Struct, frozen=True):
         tools: the number of calls of each tool that the model's answers asked for. Empty without chats.
         sampling_s: seconds in which at least one call waited for its answer.
         agent_s: the other seconds of the session, in which the agent worked by itself.
+        without_effect: the fields of its calls that had no effect.
     """
 
     calls: _Counts
     tools: _Counts
     sampling_s: _Seconds
     agent_s: _Seconds
+    without_effect: _Names = ()
 
 
 class Rollout(msgspec.Struct, frozen=True, eq=False):

@@ -93,7 +93,7 @@ def test_a_group_survives_the_wire(lengths: list[list[int]]):
                 np.testing.assert_array_equal(getattr(a, name), getattr(b, name))
 
 
-SESSION = AgentSession({"first": 1, "lost": 2}, {"add": 3}, 0.5, 2.0)
+SESSION = AgentSession({"first": 1, "lost": 2}, {"add": 3}, 0.5, 2.0, ("user",))
 
 
 def with_kept(sent: Group) -> Group:

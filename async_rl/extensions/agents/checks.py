@@ -119,6 +119,8 @@ def _played_lines(graded: Graded, decode: Decode, headers: Mapping[str, str]) ->
     again = num_computed_again(sequences)
     cost = f"; {again} tokens of context are computed again for those that do not continue" if again else ""
     yield f"row {graded.lease.prompt.row}: calls: {calls}{cost}"
+    if rollout.session.without_effect:
+        yield f"  sent without effect: {visible(', '.join(rollout.session.without_effect))}"
     for sequence, parts in zip(rollout.sequences, sequences, strict=True):
         for role, use, begin, end in parts:
             text = visible(decode(sequence.token_ids[begin:end].tolist()).strip().replace("\n", "\\n"))

@@ -270,6 +270,7 @@ class AgentRollouts:
             self._refuse(call, f"a session has at most {MAX_SESSION_CALLS} calls", "too_many_calls", "")
             return
         session.num_received += 1
+        session.note_without_effect(call.without_effect)
         if (wrong := wrong_in(call, self._vocab_size)) is not None:
             self._refuse(call, *wrong)
             return
@@ -280,7 +281,9 @@ class AgentRollouts:
             text = f"{text}: the run can't train on what is sampled otherwise; leave it out, or set "
             self._refuse(call, f"{text}environment.other_settings", "unsupported", name)
             return
-        session.waiting.append(self._settled(call, others))
+        call = self._settled(call, others)
+        session.note_without_effect(name for name in others if name not in call.settings)
+        session.waiting.append(call)
         session.note_calls(self._clock())
         self._may_begin = True
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 
 from async_rl.extensions.agents.front.messages import Call, Said
 from async_rl.extensions.agents.session_tokens import SessionTokens
@@ -18,6 +19,7 @@ from async_rl.extensions.agents.transcript import Transcript
 from async_rl.records import AgentSession, Lease
 
 KEY_BYTES = 24
+_MAX_NAMES = _MAX_NAME = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,7 @@ class OpenSession:
     ``quiet_since_s`` is the time since which no call has run, and ``calling_since_s`` that since which one does;
     ``sampling_s`` is the time in which some did before. ``outcome`` is set when the agent has ended; ``reported``
     is what was told before with ``finish_key``, and comes first. ``is_cut`` says that a call found no room.
+    ``without_effect`` are the first fields of its calls, 64 at most, that had no effect.
     ``is_offered`` says that the session waits for a program elsewhere: its times begin when one takes it.
     """
 
@@ -58,9 +61,14 @@ class OpenSession:
     num_begun: int = 0
     is_cut: bool = False
     is_offered: bool = False
+    without_effect: set[str] = field(default_factory=set)
     outcome: Outcome | None = None
     reported: Outcome | None = None
     finish_key: str = field(default_factory=partial(secrets.token_urlsafe, KEY_BYTES))
+
+    def note_without_effect(self, names: Iterable[str]) -> None:
+        """Note fields of a call that have no effect. The agent writes the names, so they are cut."""
+        self.without_effect.update(islice((one[:_MAX_NAME] for one in names), _MAX_NAMES - len(self.without_effect)))
 
     @property
     def is_unclaimed(self) -> bool:
@@ -77,4 +85,5 @@ class OpenSession:
     def summary(self, now_s: float) -> AgentSession:
         """Return what happened, for people."""
         own_s = max(0.0, now_s - self.begin_s - self.sampling_s)
-        return AgentSession(dict(self.tokens.counts()), dict(self.transcript.tools), self.sampling_s, own_s)
+        names = tuple(sorted(self.without_effect))
+        return AgentSession(dict(self.tokens.counts()), dict(self.transcript.tools), self.sampling_s, own_s, names)

@@ -222,6 +222,7 @@ def test_a_call_with_other_settings_has_the_run_s_or_is_not_trained_and_a_judge_
     assert sum(turn.num_tokens for turn in rollout.turns) == 5 * trained
     assert rollout.session is not None
     assert rollout.session.calls["untrained"] == 4 - trained
+    assert rollout.session.without_effect == ("temperature",) * (settings == "replace")
     assert all(7 not in sequence.token_ids for sequence in rollout.sequences)
     assert caplog.text.count("temperature: expected the run's sampling.temperature = 1 or none, got 0.5") == 1
 

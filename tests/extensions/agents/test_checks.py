@@ -74,7 +74,7 @@ def test_an_agent_that_fails_on_some_rows_is_a_warning(tmp_path: Path):
 
 def test_the_trial_shows_which_tokens_are_trained_and_what_rewritten_turns_cost(tmp_path: Path):
     first = '        answer = await client.chat.completions.create(model="policy", messages=task.messages)\n'
-    other = first.replace("task.messages", '[{"role": "user", "content": "x" * 150}]')
+    other = first.replace("task.messages", '[{"role": "user", "content": "x" * 150}], user="me", temperature=0.3')
     problem, shown = try_agent(
         config_of(tmp_path, CHAT.format(then="return 1.0").replace(first, first + other)), ROWS[:1]
     )
@@ -82,11 +82,12 @@ def test_the_trial_shows_which_tokens_are_trained_and_what_rewritten_turns_cost(
         "  assistant context     11 tokens  <|im_start|>assistant",
         "  assistant target      25 tokens  no such answer, 91827364<|im_end|>",
     ]
-    calls, *lines = shown.splitlines()
+    calls, without_effect, *lines = shown.splitlines()
     assert problem == ""
     assert calls == (
         "row 0: calls: 1 first, 1 rewritten; 169 tokens of context are computed again for those that do not continue"
     )
+    assert without_effect == "  sent without effect: temperature, user"
     assert lines == [
         r"  user      context     12 tokens  <|im_start|>user\n0+1?<|im_end|>", *ends,
         rf"  user      context    158 tokens  <|im_start|>user\n{'x' * 150}<|im_end|>", *ends,

@@ -126,7 +126,8 @@ class Front:
         assert status in (200, 422) or refused_for, answer
         assert len(set(self.named)) == len(self.named)
         echoed = {"tools": None, "tool_choice": None} if isinstance(answer, dict) else {}
-        calls = [msgspec.structs.replace(call, said=None) for call in calls]
+        assert all(set(call.without_effect) == set(self.named) for call in calls)
+        calls = [msgspec.structs.replace(call, said=None, without_effect=()) for call in calls]
         return Outcome((answer | echoed if echoed else answer, calls), frozenset(self.named), refused_for)
 
     async def _ask(self, path: str, body: Any) -> tuple[int, Any, list[Call]]:

@@ -76,6 +76,7 @@ class ChatRequest(msgspec.Struct):
     is_trained: bool
     is_answer: bool
     demand: Demand | None
+    without_effect: Collection[str] = ()
 
 
 class ChatRenderer:
@@ -287,7 +288,8 @@ def chat_call(wanted: ChatRequest, prompt: ChatPrompt, number: int, key: str, ch
     token_ids = prompt.token_ids.astype("<i4").tobytes()
     return Call(
         number, key, token_ids, max_tokens=wanted.max_tokens, said=said, is_trained=wanted.is_trained,
-        is_answer=wanted.is_answer, is_streamed=bool(wanted.raw.get("stream")), **wishes(wanted.raw, choice),
+        is_answer=wanted.is_answer, is_streamed=bool(wanted.raw.get("stream")), without_effect=wanted.without_effect,
+        **wishes(wanted.raw, choice),
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ that agents have made; the front gives the numbers out.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Literal, TypeVar
 
 import msgspec
@@ -120,7 +120,7 @@ class Call(msgspec.Struct, tag=True, frozen=True):
     ``max_tokens``, ``stop`` and ``stop_token_ids`` may only shorten the answer. ``settings`` are the sampling settings
     that the request names. ``seed`` is mixed into the rollout's own. ``said`` is None if the agent sent token ids. The
     run trains on the answer if ``is_trained``, and judges it in the place of the last one if ``is_answer``.
-    ``is_streamed``: its tokens are told as they come.
+    ``is_streamed``: its tokens are told as they come. ``without_effect`` are the fields of the request that have none.
     """
 
     call: int
@@ -135,6 +135,7 @@ class Call(msgspec.Struct, tag=True, frozen=True):
     is_trained: bool = True
     is_answer: bool = False
     is_streamed: bool = False
+    without_effect: Collection[str] = ()
 
 
 class Finish(msgspec.Struct, tag=True, frozen=True):

@@ -29,7 +29,7 @@ import socket
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -79,6 +79,7 @@ from async_rl.extensions.agents.front.remote_programs import RemotePrograms
 from async_rl.extensions.agents.front.requests import (
     POLICY,
     FinishRequest,
+    Note,
     RefusedError,
     RequestRules,
     generate_answer,
@@ -309,10 +310,11 @@ class Endpoints:
     async def generate(self, request: Request) -> Response:
         """``POST /inference/v1/generate``."""
         key = _key(request)
-        wanted = read_generate(await self._body(request, key), self._rules, self._note)
+        note, without_effect = self._noted_here()
+        wanted = read_generate(await self._body(request, key), self._rules, note)
         self._calls.check_key(key)  # it may have been closed while the body arrived
         with self._calls.numbered(key, 1) as (number,):
-            call = msgspec.structs.replace(wanted, call=number, key=key)
+            call = msgspec.structs.replace(wanted, call=number, key=key, without_effect=without_effect)
             (reply,) = await self._calls.answers([call], request)
             return self._answer(msgspec.json.encode(generate_answer(reply)), [number])
 
@@ -320,12 +322,14 @@ class Endpoints:
         """``POST`` to one of the paths of ``DIALECTS``."""
         key = _key(request)
         asked = read_json(await self._body(request, key), dict[str, Any])
-        wanted = read_chat(dialect.chat(asked, self._note), self._rules, self._note)
+        note, without_effect = self._noted_here()
+        wanted = read_chat(dialect.chat(asked, note), self._rules, note)
+        wanted.without_effect = without_effect
         renderer = await asyncio.shield(self._renderer)
         known, one_by_one = self._conversations_of(key, renderer)
         # A long text takes a thread for seconds. A session has one, so that its calls keep no other one waiting.
         async with one_by_one:
-            prompt = await asyncio.to_thread(prompt_of, known, wanted, renderer, self._note)
+            prompt = await asyncio.to_thread(prompt_of, known, wanted, renderer, note)
         if request.url.path.endswith(_COUNT):
             return _json({"input_tokens": len(prompt.token_ids)})
         play = partial(self._play, key, wanted, known, prompt, renderer, request)
@@ -399,7 +403,18 @@ class Endpoints:
             return
         await self._answer(events_to(chat), numbers, _EVENTS)(scope, receive, write)
 
-    def _note(self, name: str, value: object) -> None:
+    def _noted_here(self) -> tuple[Note, Collection[str]]:
+        """Return what notes a field of a request that has no effect, and the names that it has got."""
+        names = set[str]()
+
+        def note(name: str, value: object) -> None:
+            if len(names) < _MAX_LOGGED:
+                names.add(name)
+            self._log(name, value)
+
+        return note, names
+
+    def _log(self, name: str, value: object) -> None:
         """Log a field of requests that has no effect, once."""
         if name not in self._noted and len(self._noted) < _MAX_LOGGED:
             self._noted.add(name)

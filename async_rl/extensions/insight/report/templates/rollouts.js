@@ -319,7 +319,9 @@ function recordView(record, chunk, answers = null) {
     ...Object.entries(record.metrics || {}).map(([name, value]) => [name, number(value)]),
       ["expected", record.expected], ["read from the answer", record.extracted],
     ["calls", counts(session.calls)], ["tools", counts(session.tools)],
-    ["context computed again", record.again ? `${record.again} tokens` : ""], ["sampled by", record.generator], ["versions", (record.versions || []).join(" to ")],
+    ["sent without effect", (session.without_effect || []).join(", ")],
+    ["context computed again", record.again ? `${record.again} tokens` : ""],
+    ["sampled by", record.generator], ["versions", (record.versions || []).join(" to ")],
       ["learner at version", record.trained_at]]));
   parts.push(h("h3", {}, "Prompt"), record.messages.map((message) =>
     [h("p", { class: "who" }, ...safe(String(message.role))),
