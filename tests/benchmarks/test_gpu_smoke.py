@@ -7,6 +7,7 @@ import os
 import select
 import sys
 from dataclasses import asdict, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def test_the_table_has_a_row_for_each_case_the_exit_code_counts_failures_and_a_f
     assert program.main(["--only", "staging", "nccl-pair", "--directory", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     (baseline,) = tmp_path.glob("*.json")
-    assert baselines.read(baseline)["versions"]["torch"] == torch.__version__
+    assert baselines.read(baseline)["versions"]["torch"] == version("torch")
     assert f"figures: {baseline}; compare: " in out
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in out.splitlines() if line.startswith("| ")]
     assert [row[0] for row in rows] == ["case", "staging", "nccl-pair"]

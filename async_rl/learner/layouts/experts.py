@@ -33,7 +33,8 @@ def find_experts(policy: PolicyModel, size: int, key: str) -> dict[nn.Module, st
         ModelError: they can't be divided so.
     """
     model = policy.causal_lm
-    plans = {pattern: style for plan in (model.tp_plan, model.ep_plan) for pattern, style in plan.items()}
+    # Before transformers 5.19 only models with experts have an ``ep_plan``.
+    plans = {**model.tp_plan, **getattr(model, "ep_plan", {})}
     patterns = [
         re.compile(p.replace(".", r"\.").replace("*", r"\d+")) for p, style in plans.items() if style in _STYLES
     ]
