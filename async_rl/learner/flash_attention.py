@@ -40,7 +40,7 @@ def check_flash_attention(name: FlashAttention, devices: Sequence[int]) -> None:
     from torch.nn import attention
 
     kernels, number, lacks = _KERNELS[name], name[-1], ""
-    if name.upper() not in getattr(attention, "list_flash_attention_impls", list)():
+    if name.upper() not in attention.list_flash_attention_impls():
         lacks = f"a torch that registers flash attention {number}, got torch {torch.__version__}; install torch 2.13"
     found = [torch.cuda.get_device_properties(index) for index in devices]
     unfit = [device.name for device in found if device.major not in kernels.capabilities]

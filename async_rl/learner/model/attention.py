@@ -7,8 +7,7 @@ checkpointing) gets the same layout again, and FSDP2's hooks pass the layout thr
 
 On CUDA in float16 or bfloat16 this uses ``torch.nn.attention.varlen`` (flash attention, no padding). Otherwise it
 gathers the row into a few padded batches of similar lengths for ``scaled_dot_product_attention``. The padding is on the
-right, so under a causal mask no real token sees it. The log says once which of the two runs, and why; and whether flash
-attention repeats grouped heads, which torch 2.11 needs.
+right, so under a causal mask no real token sees it. The log says once which of the two runs, and why.
 
 A prompt that several sequences share is in the row once. All layers except attention compute it once; attention
 gathers it for each sequence.
@@ -19,15 +18,15 @@ bucket, L = tokens of the bucket's longest sequence, H = heads, K = key and valu
 
 from __future__ import annotations
 
-import inspect
 import logging
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
 from async_rl.errors import ModelError
@@ -115,7 +114,7 @@ class PackedLayout:
         """Return each token's attention to its sequence, up to itself, [T, H, D of the values]."""
         reason = "of dropout" if how.dropout else why_padded(query_THD, value_TKD)
         is_quadratic = bool(reason) and how.window is not None
-        report(query_THD, key_TKD, reason + (_QUADRATIC if is_quadratic else ""))
+        report(query_THD, reason + (_QUADRATIC if is_quadratic else ""))
         return (_padded if reason else _flash)(query_THD, key_TKD, value_TKD, self, how)
 
     @cached_property
@@ -266,9 +265,9 @@ def packed_attention_forward(
 def _padded(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, layout: PackedLayout, how: Attention) -> Tensor:
     outputs: list[Tensor] = []
     heads_per_key = query_THD.shape[1] // key_TKD.shape[1]
-    if query_THD.is_cuda:
+    if query_THD.is_cuda and heads_per_key > 1:
         # With grouped heads CUDA has only one kernel for float32, whose memory is quadratic in the length.
-        key_TKD, value_TKD = _repeat_heads(key_TKD, heads_per_key), _repeat_heads(value_TKD, heads_per_key)
+        key_TKD, value_TKD = (heads.repeat_interleave(heads_per_key, dim=1) for heads in (key_TKD, value_TKD))
     buckets, restore = layout.padding
     for bucket in buckets:
         shape = (bucket.num_sequences, bucket.max_length)
@@ -290,11 +289,6 @@ def _padded(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, layout: Packe
     return torch.cat(outputs).index_select(0, restore)
 
 
-def _repeat_heads(heads_TKD: Tensor, times: int) -> Tensor:
-    """Repeat each key or value head, [T, K, D] to [T, K * times, D], so that every query head has its own."""
-    return heads_TKD if times == 1 else heads_TKD.repeat_interleave(times, dim=1)
-
-
 def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
     """Return bool [L, L]: for each token, the ``window`` newest tokens that it attends to, including itself."""
     place = torch.arange(length, device=device)
@@ -302,34 +296,17 @@ def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
     return (distance >= 0) & (distance < window)
 
 
-def report(query_THD: Tensor, key_TKD: Tensor, why_padded: str) -> None:
-    """Log once for each device and dtype which attention runs, and whether flash attention repeats grouped heads.
-
-    The self-test at load runs on the CPU.
-    """
+def report(query: Tensor, why_padded: str) -> None:
+    """Log once for each device and dtype which attention runs. The self-test at load runs on the CPU."""
+    kernel = "flash attention without padding (torch.nn.attention.varlen)"
     if why_padded:
         kernel = f"padded batches of scaled_dot_product_attention, because {why_padded}"
-    else:
-        heads_per_key = query_THD.shape[1] // key_TKD.shape[1]
-        kernel = f"flash attention without padding (torch.nn.attention.varlen){_grouping(heads_per_key)}"
-    _log_once(query_THD.device.type, query_THD.dtype, kernel)
+    _log_once(query.device.type, query.dtype, kernel)
 
 
 @cache
 def _log_once(device: str, dtype: torch.dtype, kernel: str) -> None:
     logger.info("attention on %s in %s: %s", device, dtype, kernel)
-
-
-def _grouping(heads_per_key: int) -> str:
-    """Return what flash attention does with grouped heads; empty if each query head has a key head of its own."""
-    if heads_per_key == 1:
-        return ""
-    if _groups_heads():
-        return f"; each key and value head serves {heads_per_key} query heads and is not repeated"
-    return (
-        f"; each key and value head is repeated {heads_per_key} times, which takes memory and time, because torch "
-        f"{torch.__version__} can't group heads here"
-    )
 
 
 def why_padded(query: Tensor, value: Tensor) -> str:
@@ -347,29 +324,7 @@ def why_padded(query: Tensor, value: Tensor) -> str:
         )
     if torch.cuda.get_device_capability(query.device) < (8, 0):
         return f"flash attention needs an Ampere GPU or newer, and this is {torch.cuda.get_device_name(query.device)}"
-    if _varlen_attention() is None:
-        return f"torch {torch.__version__} has no varlen attention with a scale and a window"
     return ""
-
-
-@cache
-def _varlen_attention() -> Any:
-    """Return torch's varlen attention. None if this torch has none, or its function lacks a scale or a window."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    return varlen_attn if {"scale", "window_size"} <= _parameters(varlen_attn) else None
-
-
-def _groups_heads() -> bool:
-    """Return whether torch's varlen attention takes fewer key heads than query heads. That of torch 2.11 does not."""
-    return "enable_gqa" in _parameters(_varlen_attention())
-
-
-@cache
-def _parameters(function: Any) -> frozenset[str]:
-    return frozenset(inspect.signature(function).parameters)
 
 
 class Places(NamedTuple):
@@ -393,14 +348,7 @@ def varlen(
     """Return flash attention of sequences placed end to end, [T, H, D]. If a sequence has fewer queries than keys, they
     are its last tokens.
     """
-    attend, grouped = _varlen_attention(), {}
-    heads_per_key = query_THD.shape[1] // key_TKD.shape[1]
-    if heads_per_key > 1 and _groups_heads():
-        grouped = {"enable_gqa": True}
-    elif heads_per_key > 1:
-        # Repeated heads take memory, but are exact.
-        key_TKD, value_TKD = _repeat_heads(key_TKD, heads_per_key), _repeat_heads(value_TKD, heads_per_key)
-    return attend(
+    out = varlen_attn(
         query_THD.contiguous(),
         key_TKD.contiguous(),
         value_TKD.contiguous(),
@@ -410,5 +358,6 @@ def varlen(
         of_keys.longest,
         scale=how.scale,
         window_size=(-1 if how.window is None else how.window - 1, 0),
-        **grouped,
+        enable_gqa=query_THD.shape[1] != key_TKD.shape[1],
     )
+    return cast(Tensor, out)  # it has more only if asked for

@@ -360,7 +360,7 @@ def _difference(value: Tensor, expected: Tensor) -> float:
 def _failed(policy: PolicyModel, what: str, error: Exception) -> ModelError:
     """Return the refusal of a model that raised ``error`` on ``what``, and let the frames of its call go.
 
-    In torch 2.11 the hooks of a checkpointed layer that raised stay on this thread for as long as the frame of its
+    In torch 2.12 the hooks of a checkpointed layer that raised stay on this thread for as long as the frame of its
     call lives. The caller keeps the error, and would record the next forward pass, in padded rows, with these hooks.
     """
     traceback.clear_frames(error.__traceback__)

@@ -82,7 +82,7 @@ class Block:
             return query_QHD.new_zeros(0, query_QHD.shape[1], value_TKD.shape[2]) + nothing
         key, value = (t.index_select(0, self.key_index) for t in (key_TKD, value_TKD))
         reason = "of dropout" if how.dropout else why_padded(query_QHD, value_TKD)
-        report(query_QHD, key, reason + (_QUADRATIC if reason else ""))
+        report(query_QHD, reason + (_QUADRATIC if reason else ""))
         if reason:
             return self._masked(query_QHD, key, value, how)
         return varlen(query_QHD, key, value, self.of_queries, self.of_keys, how)

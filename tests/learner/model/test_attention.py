@@ -16,7 +16,7 @@ from async_rl.learner.model import attention, split_attention
 from async_rl.learner.model.attention import Attention, packed_attention_forward, packed_layout
 from async_rl.learner.model.split_attention import Block
 from tests.learner.model.split_attention import ROWS, tensors
-from tests.learner.model.varlen import grouping_varlen, plain_varlen
+from tests.learner.model.varlen import plain_varlen
 from tests.learner.ranks import run_ranks
 
 
@@ -37,12 +37,9 @@ def test_buckets_hold_every_token_once_and_waste_little(lengths: list[int]):
         assert (bucket.max_length - held).max() <= max(16, bucket.max_length // 4)
 
 
-@pytest.mark.parametrize("varlen", [plain_varlen, grouping_varlen])
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("is_shared", [False, True])
-def test_the_call_of_varlen_attention_is_right_with_and_without_grouped_heads(
-    varlen: Any, window: int | None, is_shared: bool, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_call_of_varlen_attention_is_right(window: int | None, is_shared: bool, monkeypatch: pytest.MonkeyPatch):
     # Shared: the second sequence begins with the first 5 tokens of the row.
     token_index = np.concatenate([np.arange(9), np.arange(5), np.arange(9, 12)]) if is_shared else None
     layout = packed_layout(bounds([9, 8]), token_index)
@@ -56,7 +53,7 @@ def test_the_call_of_varlen_attention_is_right_with_and_without_grouped_heads(
 
     padded = attend()
     monkeypatch.setattr(attention, "why_padded", lambda query, value: "")
-    monkeypatch.setattr(attention, "_varlen_attention", lambda: varlen)
+    monkeypatch.setattr(attention, "varlen_attn", plain_varlen)
     torch.testing.assert_close(attend(), padded)
 
 
@@ -94,7 +91,7 @@ def test_blocks_have_the_attention_of_the_whole_row(
     expected = layout.attend(query, key, value, how)
     if is_flash:
         monkeypatch.setattr(split_attention, "why_padded", lambda query, value: "")
-        monkeypatch.setattr(attention, "_varlen_attention", lambda: grouping_varlen)
+        monkeypatch.setattr(attention, "varlen_attn", plain_varlen)
     starts = range(0, layout.num_tokens, size)
     blocks = [block_of(row, start, start + size) for start in starts]
     parts = [b.attend(query[at : at + size], key, value, how) for b, at in zip(blocks, starts, strict=True)]

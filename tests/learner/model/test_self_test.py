@@ -95,7 +95,7 @@ def test_a_leak_along_the_row_is_found(packing: Packing, leak: dict[str, Any], f
 
 
 class LeavesHooks(nn.Module):
-    """Raises as a checkpointed layer does in torch 2.11: its hooks stay until the frame of its call is gone."""
+    """Raises as a checkpointed layer does in torch 2.12: its hooks stay until the frame of its call is gone."""
 
     def __init__(self, saved: list[Tensor]) -> None:
         super().__init__()

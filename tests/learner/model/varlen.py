@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 
 
-def grouping_varlen(
+def plain_varlen(
     query: Tensor, key: Tensor, value: Tensor, bounds_q: Tensor, bounds_k: Tensor, longest_q: int, longest_k: int,
     *, scale: float, window_size: tuple[int, int], enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """As of torch 2.13, which can group heads. The last query of a sequence is its last key's token."""
+    """The last query of a sequence is its last key's token."""
     assert (longest_q, longest_k) == (int(bounds_q.diff().max()), int(bounds_k.diff().max()))
     assert enable_gqa == (query.shape[1] != key.shape[1])
     key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
@@ -24,10 +23,3 @@ def grouping_varlen(
         hidden = distance < 0 if window_size[0] < 0 else (distance < 0) | (distance > window_size[0])
         outputs.append(torch.einsum("hts,shd->thd", scores.masked_fill(hidden, -torch.inf).softmax(-1), value[k0:k1]))
     return torch.cat(outputs)
-
-
-def plain_varlen(
-    query: Tensor, key: Tensor, value: Tensor, *places: Any, scale: float, window_size: tuple[int, int]
-) -> Tensor:
-    """As of torch 2.11, which can't."""
-    return grouping_varlen(query, key, value, *places, scale=scale, window_size=window_size)
