@@ -147,7 +147,7 @@ TENSOR = [*MOVES, "gemma3", "recomputed in part", "a reference of its own, entro
 MORE = ["gemma", "gemma2", "mistral", "qwen2_moe", "recomputed", "kept for a step", "compiled", "published adapters",
         "one sequence for two ranks", "adapters beside a reference"]  # fmt: skip
 EXPERTS = ["replayed routes", "recomputed in part", "one sequence for two ranks"]
-PIPELINE = ["recomputed, kept for a step", "padded, kept for a micro-batch", "published adapters",
+PIPELINE = ["recomputed, kept for a step", "padded, kept for a micro-batch", "published adapters, 8-bit means",
             "adapters on 8-bit weights", *MOVES, "skipped", "replayed routes"]  # fmt: skip
 
 
