@@ -310,7 +310,7 @@ class Endpoints:
     async def generate(self, request: Request) -> Response:
         """``POST /inference/v1/generate``."""
         key = _key(request)
-        note, without_effect = self._noted_here()
+        note, without_effect = self._note_of_request()
         wanted = read_generate(await self._body(request, key), self._rules, note)
         self._calls.check_key(key)  # it may have been closed while the body arrived
         with self._calls.numbered(key, 1) as (number,):
@@ -322,7 +322,7 @@ class Endpoints:
         """``POST`` to one of the paths of ``DIALECTS``."""
         key = _key(request)
         asked = read_json(await self._body(request, key), dict[str, Any])
-        note, without_effect = self._noted_here()
+        note, without_effect = self._note_of_request()
         wanted = read_chat(dialect.chat(asked, note), self._rules, note)
         wanted.without_effect = without_effect
         renderer = await asyncio.shield(self._renderer)
@@ -403,8 +403,8 @@ class Endpoints:
             return
         await self._answer(events_to(chat), numbers, _EVENTS)(scope, receive, write)
 
-    def _noted_here(self) -> tuple[Note, Collection[str]]:
-        """Return what notes a field of a request that has no effect, and the names that it has got."""
+    def _note_of_request(self) -> tuple[Note, Collection[str]]:
+        """Return what notes the fields of one request that have no effect, and their names, which it collects."""
         names = set[str]()
 
         def note(name: str, value: object) -> None:
